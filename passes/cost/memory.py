@@ -15,18 +15,14 @@ import numpy as np
 from passes.cost.live_ranges import (
     GradientRanges,
     GroupRanges,
-    LiveFractions,
-    LiveRange,
     NodeAllocation,
-    Phase,
-    ProgramPoint,
     is_recomputed,
     layout_bytes,
     live_ranges,
-    program_points,
     saved_edges,
     unsharded_bytes,
 )
+from passes.cost.program_points import LiveFractions, LiveRange, Phase, ProgramPoint, program_points
 from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import Edge, EdgeGroup, Node, Problem, Solution, Strategy
 from passes.ir.configuration import Configuration

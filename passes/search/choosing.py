@@ -35,11 +35,27 @@ def choose(subproblems: Subproblems, *, hints: bool = True) -> tuple[Subproblems
 def searched(subproblems: Subproblems, limit_s: float = float("inf")) -> tuple[Subproblems, Progress]:
     """The search of all subproblems for choices of less than `limit_s` seconds, and these.
 
+    Full recompute of some copies means many more configurations, which pay where full recompute of all copies would be
+    the best: only there all is searched with them, too.
+    """
+    subproblems, progress = _searched(subproblems, Progress(limit_s=limit_s))
+    best, space = progress.incumbent, subproblems.space
+    if best is None or not space.some_copies or space.recompute is not None:
+        return subproblems, progress
+    if "full" not in best.solution.configuration.recompute.values():
+        return subproblems, progress
+    wider = replace(subproblems, space=replace(space, divides_copies=True))
+    return _searched(wider, Progress(best, limit_s))
+
+
+def _searched(subproblems: Subproblems, progress: Progress) -> tuple[Subproblems, Progress]:
+    """The search of all subproblems for better choices than those so far.
+
     Stripes are one layout more for most ops, which only uneven work pays for: where the first good choice without them
     has that, or the best one, all is searched with them, first of all that choice. At last come stripes over several
     axes together, where these have uneven work.
     """
-    progress, seen = Progress(limit_s=limit_s), list[Choice]()
+    limit_s, seen = progress.limit_s, list[Choice]()
     if not subproblems.space.in_stripes:
         progress = first_choice(subproblems, progress)
         if not _is_uneven(progress):

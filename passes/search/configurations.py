@@ -155,7 +155,7 @@ def _some(rest: str, count: int) -> str:
 def _levels_of_some(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]:
     """The levels of recompute where some copies of the largest region are recomputed fully, and the others, like the
     other regions, have the other levels."""
-    if _is_recompute_given(space) or not space.some_copies or not folded.regions:
+    if _is_recompute_given(space) or not space.divides_copies or not folded.regions:
         return
     names = _sharing(folded)
     largest = max(folded.regions, key=lambda region: region.count * len(region.ops))

@@ -44,7 +44,8 @@ class Space:
     - `decisions`: what is decided already.
     - `pipeline`: None for one stage. `in_flight` are the micro-batches whose saved tensors are counted at a time.
     - `couples`: terms of the loss that couple samples are computed in each micro-batch for its own.
-    - `some_copies`: whether recompute of some copies of a region is offered, where `recompute` is to be chosen.
+    - `some_copies`: whether recompute of some copies of a region may be offered, where `recompute` is to be chosen;
+      `divides_copies`: whether it is.
     - `near`: with a free shape, whether meshes of more than two axes near the best choice are searched.
     - `in_stripes`: whether methods are offered in stripes too, on each axis by itself; where something is decided, they
       are in any case. `together`: numbers of ranks of several axes that may be in stripes together.
@@ -70,6 +71,7 @@ class Space:
     couples: bool = False
     near: bool = True
     some_copies: bool = True
+    divides_copies: bool = False
 
     @property
     def optimizer(self) -> Optimizer:

@@ -16,8 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from passes.cost.live_ranges import Phase
 from passes.cost.memory import GroupBytes, MemoryModel, MemoryUse, memory_by_kind
+from passes.cost.program_points import Phase
 from passes.ir.arrays import Flags, Floats, Integers
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration

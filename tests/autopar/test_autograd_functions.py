@@ -156,7 +156,7 @@ def _phimoe() -> nn.Module:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("make", [_bloom, _phimoe])
+@pytest.mark.parametrize("make", [_bloom, pytest.param(_phimoe, marks=pytest.mark.slow)])
 def test_stock_models(make, mesh):
     _exact(make(), mesh, tokens(length=8))
 

@@ -301,8 +301,9 @@ def _other_sizes(mesh: DeviceMesh, method: str) -> dict[int, float]:
     return off(dist_model, model, [tokens(), tokens(4, 32), tokens(4, 6), tokens(4, 24, padding=True), packed], True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize("method", ["ring", pytest.param("queries", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["ring", "queries"])
 def test_formulas_of_windows(method: str) -> None:
     """They have the seconds of the plan at its sizes, and of one that is made for others."""
 

@@ -77,21 +77,29 @@ def test_seconds_and_bytes_lie_between() -> None:
     assert dict(_plan(recompute="full:6").programs["train"].recompute) == {"model.layers.*": "full"}
 
 
-@pytest.mark.parametrize("part", [0.3, pytest.param(0.6, marks=_SLOW)])
+def _wide(**options: object) -> Plan:
+    """A training step whose saved tensors take most of the memory."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
+    model = llama(**sizes, num_key_value_heads=8, max_position_embeddings=512)
+    given: dict[str, object] = {"cluster": "h100", "micro_batches": 1, "outputs": "scalars", **options}
+    return autopar.plan(model, {"dp": 2}, tokens(batch=8, length=512), **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("part", [0.15, pytest.param(0.4, marks=_SLOW)])
 def test_the_planner_takes_the_least_number(part: float) -> None:
-    """Within a limit between those of no recompute and of full recompute, the step is shorter than with any number that
-    is given, and the plan fits."""
-    most, least = (sum(_plan(recompute=level).programs["train"].memory.values()) for level in ("none", "full"))
+    """Where full recompute of all copies would be needed, the step is shorter than with any number that is given, and
+    the plan fits."""
+    most, least = (sum(_wide(recompute=level).programs["train"].memory.values()) for level in ("ops", "full"))
     limit = least + part * (most - least)
-    found = _plan(memory_limit=limit).programs["train"]
+    found = _wide(memory_limit=limit).programs["train"]
     assert sum(found.memory.values()) <= limit
     level = level_of(found.recompute["model.layers.*"])
     assert level.is_mixed
     for count in (level.full - 1, level.full, level.full + 1):
         for rest in ("none", "selective", "ops"):
             try:
-                given = _plan(memory_limit=limit, recompute=str(Level(rest, count))).programs["train"]
-            except autopar.InfeasibleError:
+                given = _wide(memory_limit=limit, recompute=str(Level(rest, count))).programs["train"]
+            except (autopar.InfeasibleError, ConstraintError, InputError):
                 continue
             assert found.step_s <= given.step_s * (1 + found.gap + 1e-9), (count, rest)
 

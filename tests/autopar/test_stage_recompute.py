@@ -75,6 +75,7 @@ def test_numbers_that_are_given_are_those_of_each_stage(level: str) -> None:
     assert comparison.worst[1] <= TOLERANCE, str(comparison)
 
 
+@pytest.mark.slow
 def test_early_stages_recompute_more(tmp_path: Path) -> None:
     """They hold more micro-batches in flight. The step is no longer than with any level that all stages share, the plan
     says what each has, and it is replayed as it was."""

@@ -269,6 +269,7 @@ def test_odd_fields_are_predicted_or_left_out(name: str) -> None:
                 assert cluster_of(read_run(changed, "changed"))
 
 
+@pytest.mark.slow
 def test_the_order_of_a_file_and_the_processes_do_not_matter() -> None:
     chosen = [records()[name] for name in (FEW[0], "korth-layer22B-none", FEW[3])]
     forward, backward = as_json(predict_all(chosen)), as_json(predict_all(chosen[::-1], processes=2))

@@ -81,6 +81,7 @@ def _turned(constraints: list[Mapping[str, Mapping[str, str]]]) -> list[dict[str
     return found
 
 
+@pytest.mark.slow
 def test_copies_in_other_layouts_are_gathered() -> None:
     """A parameter that is turned by an all-to-all before it is gathered: gradients, accumulation with gradients held
     back and parameters kept, and steps of an optimizer are those of one device. Those of all layers share one

@@ -125,7 +125,7 @@ def _stock(mesh: DeviceMesh, name: str, objective: str, padding: bool) -> dict[i
 
 
 FAST = [
-    ("gpt2", "2x2", "train", True),
+    ("gpt2", "2", "train", True),
     ("qwen3", "2", "infer", False),
 ]
 ALL = [

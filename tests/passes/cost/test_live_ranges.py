@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from passes.cost.live_ranges import LiveRange, Phase, layout_bytes, saved_edges
+from passes.cost.live_ranges import layout_bytes, saved_edges
 from passes.cost.memory import chosen_memory
+from passes.cost.program_points import LiveRange, Phase
 from passes.ir.choices import Solution
 from passes.ir.configuration import Configuration
 from passes.ir.layout import Layout, S

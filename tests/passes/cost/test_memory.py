@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from passes.cost.live_ranges import LiveRange, Phase, layout_bytes
+from passes.cost.live_ranges import layout_bytes
 from passes.cost.memory import chosen_memory, memory_model, memory_use
+from passes.cost.program_points import LiveRange, Phase
 from passes.ir.choices import Solution
 from passes.ir.configuration import Configuration
 from passes.ir.mesh import Mesh

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from passes.capture import Tracing, capture
 from passes.constrain import constrain
 from passes.cost.cluster import CLUSTERS, Device
-from passes.cost.live_ranges import END, START, LiveFractions, LiveRange, Phase, ProgramPoint
 from passes.cost.memory import chosen_memory, memory_use
+from passes.cost.program_points import END, START, LiveFractions, LiveRange, Phase, ProgramPoint
 from passes.cost.step import BlockSeconds, Seconds, compose, exposed
 from passes.cost.walk import Optimizer, walk
 from passes.ir.choices import Solution

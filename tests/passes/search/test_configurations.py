@@ -44,7 +44,8 @@ def asked() -> tuple[Space, Program, Folded]:
     request = make_request({"dp": 2}, Options(cluster="ideal"))
     info = read_model(model, tokens(batch=8), request)
     program = normalize(capture(model, info.inputs, tracing(model, info, request, "train")))
-    return request.space(info.casts(request.precision), Decisions()), program, fold(program)
+    space = request.space(info.casts(request.precision), Decisions())
+    return replace(space, divides_copies=True), program, fold(program)
 
 
 def test_micro_batches_divide_the_batch(asked: tuple[Space, Program, Folded]) -> None:
@@ -71,6 +72,8 @@ def test_configurations_of_one_micro_batch_are_levels_of_recompute(asked: tuple[
     assert [list(each.recompute.values()) for each in any_number(between(last, 3, 3), deep)] == [["full:1-9"], ["none"]]
     assert any_number(configurations[0], folded) == (configurations[0],)
     assert not any(configuration.gather_once or configuration.reduce_once for configuration in configurations)
+    undivided = list(limited_configurations(replace(space, divides_copies=False), space.mesh, 1, folded))
+    assert undivided == configurations[:4]
 
 
 def test_configurations_of_micro_batches_are_stages_of_zero_too(asked: tuple[Space, Program, Folded]) -> None:

@@ -25,7 +25,8 @@ def test_three_axes(name):
     exact(MODELS[name](), "2x2x2", tokens(batch=8))
 
 
-@pytest.mark.parametrize("objective", marked(["train", "infer"], {"infer"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["train", "infer"])
 def test_padding_mask_on_three_axes(objective):
     model, training = llama(num_hidden_layers=1), objective == "train"
     exact(model, "2x2x2", tokens(batch=8, padding=True, labels=training), objective=objective)

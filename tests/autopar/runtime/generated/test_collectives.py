@@ -173,6 +173,7 @@ def _compiled(keep: bool) -> tuple[Tensor, int]:
     return torch.cat([operand.grad.flatten(), weight.grad.flatten()]), gathers
 
 
+@pytest.mark.slow
 def test_what_is_gathered_again_is_not_kept_in_compiled_code():
     """With keep=False compiled code gathers in the backward pass too, and gradients are the same."""
     kept, dropped = run_ranks(_compiled, 2, True), run_ranks(_compiled, 2, False)
