@@ -62,3 +62,23 @@ def test_other_meshes_and_inference(name, mesh, objective):
 @pytest.mark.parametrize("name", EXTRA)
 def test_extra(name, mesh, objective):
     hold(ARCHITECTURES[name], mesh, objective)
+
+
+# The loss of these is not shown to be a sum over samples: contrastive, or of patches of all images in one row.
+NOT_IN_PARTS = {"clip", "siglip", "llava", "qwen2_5_vl-vision", "qwen3_vl-vision"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in REQUIRED if not ARCHITECTURES[name].refused])
+def test_in_two_stages(name):
+    """Stages and micro-batches as the planner chooses them; what cannot be cut into micro-batches is refused."""
+    one = ARCHITECTURES[name]
+
+    def compared(**options):
+        return compare(one.make(), {"pp": 2}, one.inputs(SAMPLES), one.dtype, cluster="ideal", **options)
+
+    if name in NOT_IN_PARTS:
+        with pytest.raises(RankError, match="the batch cannot be cut into 2 micro-batches"):
+            compared(micro_batches=2)
+    comparison = compared(micro_batches=1 if name in NOT_IN_PARTS else 2)
+    assert comparison.worst[1] <= (TOLERANCE if one.dtype == torch.float64 else 1e-4), str(comparison)
