@@ -191,7 +191,7 @@ def post_accumulate_hooks(parameter: nn.Parameter) -> Sequence[Callable[[Tensor]
 
 @dataclass(frozen=True)
 class StateAsked:
-    """What `torch.distributed.checkpoint.state_dict` is asked for: whole tensors; states of optimizers, nested."""
+    """Options of `torch.distributed.checkpoint.state_dict`: whole tensors; states of optimizers, nested."""
 
     full: bool
     nested: bool

@@ -56,6 +56,17 @@ def test_functions_take_few_arguments() -> None:
     assert {name for name, node in _functions() if _parameters(node) > MOST_PARAMETERS} == PUBLIC | operators
 
 
+def test_docstrings_begin_with_their_subject() -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = (
+        (path, (ast.get_docstring(node) or "").split("\n")[0])
+        for path, tree in _trees()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    )
+    assert [(path, line) for path, line in docstrings if line.startswith(("What ", "How "))] == []
+
+
 def _imported(tree: ast.Module) -> Iterator[str]:
     """The names of imported modules; names that a package gives count as modules of it."""
     for node in ast.walk(tree):

@@ -1,5 +1,4 @@
-"""What concerns the whole model, also where a pipeline's stages hold parts of it: its state, and the norm of its
-gradients."""
+"""The state of the whole model and the norm of its gradients, also where stages of a pipeline hold parts of it."""
 
 import math
 from collections.abc import Mapping, Sequence

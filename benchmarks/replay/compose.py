@@ -1,4 +1,4 @@
-"""What software does besides a plan, and the seconds of a step from those of its blocks, by which devices are
+"""Actions of software besides a plan, and the seconds of a step from those of its blocks, by which devices are
 calibrated: recompute, parameter gathers, gradient reductions, pipeline."""
 
 from collections.abc import Sequence

@@ -56,7 +56,7 @@ def formula(family: Family, sizes: Dimensions) -> Multiplications:
 
 
 def check(run: Run, family: Family, counted: Multiplications) -> float:
-    """How far the traced graph's FLOPs are from the record's, as a fraction: from those that its FLOP/s and its step
+    """The relative difference of the traced graph's FLOPs from the record's: from those that its FLOP/s and its step
     time make, where both are published, or from the formula of its convention; whichever is nearer, since some sources'
     own two figures do not agree.
 

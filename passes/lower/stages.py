@@ -401,7 +401,7 @@ class _Cutter:
 
 
 def _taken(program: Program) -> tuple[Input | Parameter | Buffer, ...]:
-    """What a program is given, and what it holds."""
+    """The inputs, parameters and buffers of a program."""
     return (*program.inputs, *program.parameters, *program.buffers)
 
 

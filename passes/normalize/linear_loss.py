@@ -39,7 +39,7 @@ class _Dropped:
 
 @dataclass(frozen=True)
 class _Logits:
-    """What is between a linear layer and its loss, read from the end: a soft cap; factors before that, or without one
+    """The ops between a linear layer and its loss, read from the end: a soft cap; factors before that, or without one
     all, as a quotient; and the tokens that are dropped."""
 
     times: float = 1.0
@@ -49,7 +49,7 @@ class _Logits:
 
     @property
     def scale(self) -> float:
-        """What logits are multiplied with."""
+        """The factor of the logits."""
         return self.times * (1.0 if self.cap is None else self.cap) / self.divided
 
 

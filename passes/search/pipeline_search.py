@@ -228,8 +228,8 @@ def _lacking(error: InfeasibleError, space: Space, ranks: int, in_flight: int) -
 
 
 def _memories(ranks: int) -> Iterator[tuple[int, float]]:
-    """What the solver counts for a pipeline of so many ranks: micro-batches in flight, and the part of the memory of
-    all ranks. Of equal stages the first has most in flight; unequal ones have half as many on average. Where neither
+    """Pairs that the solver counts for a pipeline of so many ranks: micro-batches in flight, and the part of the memory
+    of all ranks. Of equal stages the first has most in flight; unequal ones have half as many on average. Where neither
     can be cut so that it fits, less memory is tried."""
     counts = dict.fromkeys((ranks, (ranks + 1) // 2))
     yield from ((count, 1.0) for count in counts)

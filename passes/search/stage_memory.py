@@ -1,4 +1,4 @@
-"""Which stages of one program fit, with the memory simulator asked as seldom as possible.
+"""Stages of one program that fit, with few calls of the memory simulator.
 
 A stage's peak grows with its copies of loops and with its micro-batches in flight, and it is the largest of sums that
 are linear in each of these: it is convex. So a stage fits where a larger one does, or where a line through two others

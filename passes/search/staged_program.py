@@ -207,7 +207,7 @@ class StagedProgram:
         return found
 
     def boundaries(self, ranks: int) -> list[Boundary | None]:
-        """What crosses the boundary before each position; None where no stage but the first may begin."""
+        """The values that cross the boundary before each position; None where no stage but the first may begin."""
         if ranks not in self._crossed:
             self._crossed[ranks] = self._find_boundaries(ranks)
         return self._crossed[ranks]

@@ -416,7 +416,7 @@ def random_plan(staged: Staged) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a seed: the cuts (none where there is no plan, and `refused` says why), and the largest error of
+    """The result of a seed: the cuts (none where there is no plan, and `refused` says why), and the largest error of
     this rank with the tensor that has it."""
 
     cuts: tuple[str, ...] = ()

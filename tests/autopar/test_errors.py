@@ -289,7 +289,7 @@ def test_the_line_of_a_stock_model_is_that_of_its_own_source():
 
 
 def test_a_memory_limit_that_cannot_be_met():
-    """How many GiB are missing, the largest terms, what would help."""
+    """The error says the GiB that are missing, the largest terms, what would help."""
     with pytest.raises(autopar.InfeasibleError) as caught:
         autopar.plan(Stack(), MESH, stack_inputs(8), cluster="h100", memory_limit=1000)
     message = str(caught.value)

@@ -202,7 +202,7 @@ def test_a_plan_is_not_overruled() -> None:
 
 
 def test_experts_with_a_loss_of_their_own_are_refused() -> None:
-    """How evenly tokens are spread over the experts is no sum over the samples; without that the batch is cut."""
+    """The balance of tokens over the experts is no sum over the samples; without it the batch is cut."""
     sizes = {**_SMALL, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4}
     model = MixtralForCausalLM(MixtralConfig(**sizes, output_router_logits=True))
     with pytest.raises(MicroBatchError, match=r": /mul needs the whole batch .*aux_loss='micro_batch'"):

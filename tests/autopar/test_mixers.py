@@ -108,7 +108,7 @@ def test_states_of_chunks(name: str, mesh: str) -> None:
 
 @pytest.mark.parametrize("mesh", ["2", pytest.param("4", marks=pytest.mark.slow)])
 def test_the_delta_rule_of_chunks(mesh: str) -> None:
-    """What is done within chunks is split by chunks; the states go from one to the next in other splits."""
+    """Ops within chunks are split by chunks; states pass from chunk to chunk in other splits."""
     torch.manual_seed(0)
     axis = next(iter(MESHES[mesh]))
     constraints = {"@linear": {"in": {axis: "S(1)"}}, "@cumsum": {"method": {axis: "d2"}}}
@@ -119,7 +119,7 @@ def test_the_delta_rule_of_chunks(mesh: str) -> None:
 
 
 def test_plans_say_where_states_are_passed_on() -> None:
-    """What carries states from chunk to chunk needs all chunks; no op on tokens does."""
+    """Ops that carry states from chunk to chunk need all chunks; no op on tokens does."""
     plan = autopar.plan(_mamba2(), {"dp": 2}, tokens(2, 32), cluster="ideal", **_over_the_sequence("2"))
     (line,) = plan.unsplit_over_sequence
     assert "backbone.layers.*.mixer/cat joins along dim 1 of size 4" in line

@@ -58,7 +58,7 @@ def test_pipelines_are_chosen_where_they_are_faster(tmp_path):
 
 
 def test_there_is_none_where_it_cannot_be_faster():
-    """Where computation alone takes nearly as long as the plan, no pipeline is solved for; the plan is the one that
+    """If computation alone takes nearly as long as the plan, no pipeline is solved for; the plan is the one that
     comes without, and claims no more than is proven where pipelines are offered."""
     plan, alone = planned(4, "h100"), planned(4, "h100", pipeline=False)
     program, single = plan.programs["train"], alone.programs["train"]

@@ -670,7 +670,8 @@ def _failing(where: str, rank: int, fail: Callable[[], None]) -> Any:
 
 
 def _raising() -> dict[str, Any]:
-    """What ranks end with where one or all raise in a schedule, and how long it takes; gradients of the next step."""
+    """The errors of all ranks where one or all raise in a schedule, the seconds until then, and the gradients of the
+    next step."""
     model = llama(num_hidden_layers=3).double()
     module = in_stages(model, 3, micro_batches=6, inputs=tokens(6))
     model(**tokens(6)).loss.backward()
@@ -712,7 +713,7 @@ def test_an_exception_in_a_stage_is_raised_on_all_ranks_at_once() -> None:
 
 
 def _lost(number: int, folder: Path) -> None:
-    """What is left of a job whose last rank gets a signal in its third micro-batch, and how long that takes."""
+    """The end of a job whose last rank gets a signal in its third micro-batch, and the seconds until then."""
     rank, count = dist.get_rank(), dist.get_world_size()
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     line = dist.new_group(list(range(count)), timeout=timedelta(seconds=TIMEOUT_S))

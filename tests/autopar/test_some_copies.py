@@ -44,7 +44,7 @@ def _plan(**options: object) -> Plan:
 
 
 def test_plans_name_copies_and_are_replayed(tmp_path: Path) -> None:
-    """What is printed, what is saved, and what is asked for again; evaluation has a program of its own."""
+    """Levels are printed, saved and replayed; evaluation has a program of its own."""
     found = _plan(recompute={"model.layers.*": "full:2, selective"})
     program = found.programs["train"]
     assert dict(program.recompute) == dict(program.stages[0].recompute) == {"model.layers.*": "full:2, selective"}

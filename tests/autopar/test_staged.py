@@ -17,7 +17,7 @@ _LEAST_RUN = 0.8
 
 
 def _failures(ranks: int, outcomes: list[dict[int, Outcome]]) -> list[str]:
-    """What is wrong, with the first model that it is wrong of."""
+    """Errors, each with the first model that has it."""
     failed = [
         f"seed {seed}, rank {rank}, cuts {outcome.cuts}: {outcome.worst[0]} is off by {outcome.worst[1]:.1e}"
         for rank, own in enumerate(outcomes)

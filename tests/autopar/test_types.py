@@ -245,8 +245,8 @@ def _changed(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _survivors(sizes: tuple[int, ...], every: int, engine: bool) -> tuple[int, list[str]]:
-    """How many changes were tried on llama, and those that the checker lets pass. It is not told the layouts in the
-    comments, only those of inputs, parameters and outputs.
+    """The number of changes that were tried on llama, and those that the checker lets pass. It is not told the layouts
+    in the comments, only those of inputs, parameters and outputs.
 
     Collectives of an engine are not in the source; without one the generated code gathers parameters itself.
     """

@@ -297,7 +297,7 @@ def test_samples_that_depend_on_others_are_refused(loss: object, message: str) -
 
 
 def test_zeros_are_a_sum_of_zeros() -> None:
-    """What is added up from zeros on is a sum; what begins with ones is not."""
+    """Terms that are added to zeros are a sum; terms that are added to ones are not."""
     assert micro_batches(_traced(lambda x, y: (torch.zeros(4) + x.sum(0)).sum()), 2).outputs == (P,)
     for loss in (lambda x, y: (torch.ones(4) + (torch.zeros(4) + x.sum(0))).sum(),):
         with pytest.raises(MicroBatchError, match="/add"):

@@ -1,4 +1,4 @@
-"""Where a split of the sequence ends, and what plans say of it."""
+"""The ops at which a split of the sequence ends, and the sentences of plans about it."""
 
 from collections.abc import Callable
 

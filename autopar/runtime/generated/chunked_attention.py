@@ -87,7 +87,7 @@ class _Given(NamedTuple):
 
 @dataclass(frozen=True)
 class _Form:
-    """How scores are made: scale, soft cap, the dtype of the softmax, what a mask fills, the band, and the digits of
+    """The form of scores: scale, soft cap, the dtype of the softmax, what a mask fills, the band, and the digits of
     this rank's queries."""
 
     scale: float

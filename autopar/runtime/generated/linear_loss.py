@@ -79,7 +79,7 @@ class _Given(NamedTuple):
 
 @dataclass(frozen=True)
 class _Form:
-    """How the loss is computed: logits are multiplied with `scale`, capped at `cap`, and cast to `dtype`; there are
+    """The form of a loss: logits are multiplied with `scale`, capped at `cap`, and cast to `dtype`; there are
     `classes` in all, of which this rank has the `digits`, and so many `chunks`, of which those before the `last` are
     computed (None: all)."""
 
@@ -197,7 +197,7 @@ class _Gradients:
             self.of_bias = more if self.of_bias is None else self.of_bias.add_(more)
 
     def saved(self) -> tuple[Tensor | None, ...]:
-        """What the backward pass needs: flags of labels that count, and these gradients."""
+        """Tensors for the backward pass: flags of labels that count, and these gradients."""
         if not any(self.needed):
             return ()
         if self.form.chunks > 1:

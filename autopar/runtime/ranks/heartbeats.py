@@ -51,7 +51,7 @@ def silent_ranks() -> list[int]:
 
 
 def _counts(store: Store) -> list[int]:
-    """How often each rank has beaten."""
+    """The number of heartbeats of each rank."""
     return [store.add(_key(rank), 0) for rank in range(dist.get_world_size())]
 
 

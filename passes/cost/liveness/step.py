@@ -127,7 +127,7 @@ class StepSimulation:
         return outputs
 
     def _pending(self, inputs: Mapping[str, Value]) -> list[object]:
-        """What the other micro-batches in flight hold. Two of them are run; each further one holds as much as the
+        """Storages of the other micro-batches in flight. Two of them are run; each further one holds as much as the
         second."""
         held: list[object] = [Storage(self.ledger, self.batches.left * self.waiting, ACTIVATIONS)]
         for _ in range(min(self.batches.in_flight - 1, 2)):

@@ -47,7 +47,7 @@ class ActionGraph:
 
 
 def _needs(action: Action, stages: int) -> tuple[tuple[str, int, int], ...]:
-    """What must have been done before an action, as (group of kinds, stage, micro-batch); the input comes first."""
+    """Actions that come before an action, as (group of kinds, stage, micro-batch); the input comes first."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind == "F":
         return (("F", stage - 1, micro_batch),) if stage else ()

@@ -10,7 +10,7 @@ from passes.ir.errors import PipelineError
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What is known of a schedule before its sizes are.
+    """Limits and properties of a schedule of any size.
 
     A rank has `least` to `most` stages (None: any number). `fills`: as many micro-batches as stages are needed.
     `rounds`: micro-batches come in max(1, micro_batches // ranks) rounds of equal size.

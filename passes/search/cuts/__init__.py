@@ -1,4 +1,4 @@
-"""Where a program is cut into the stages of a pipeline: the cuts with the shortest step, by branch and bound.
+"""Cuts of a program into the stages of a pipeline with the shortest step, by branch and bound.
 
 The value of cuts is the simulator's. It is the longest path through the actions, so that every path bounds it
 (`pieces`), and a dynamic program gives the least that a path, or a mean of paths, takes over all cuts (`table`), and
@@ -81,7 +81,7 @@ class _Search:
 
     @property
     def limit(self) -> float:
-        """What better cuts take less than (seconds)."""
+        """Upper bound of the step of better cuts (seconds)."""
         return self.step_s * (1 - _PROVEN)
 
     @property

@@ -1,4 +1,4 @@
-"""Which intervals of positions fit as stages, asked as seldom as possible."""
+"""Intervals of positions that fit as stages, with few calls of the memory simulator."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -66,7 +66,7 @@ class Pieces:
         return np.diff(self.sums[:, cuts], axis=1), self.sends[:, cuts[:-1]]
 
     def features(self, cuts: Integers) -> Floats:
-        """What the counts of a path are multiplied with, for cuts of shape [..., stages + 1]: [..., 5, stages]."""
+        """Factors of the counts of a path (seconds), [..., 5, stages], for cuts of shape [..., stages + 1]."""
         seconds = np.diff(np.moveaxis(self.sums[:, cuts], 0, -2), axis=-1)
         return np.concatenate([seconds, np.moveaxis(self.sends[:, cuts[..., :-1]], 0, -2)], axis=-2)
 

@@ -84,7 +84,7 @@ def test_programs_do_not_grow_with_the_sequence() -> None:
 
 
 def test_documents_are_refused_as_ever() -> None:
-    """What only kernels can do is left to transformers, which says so."""
+    """Arguments that only kernels take are left to transformers, which names them."""
     model = _qwen3_next()
     with without_loops(model), pytest.raises(ValueError, match="packed sequences"):
         importlib.import_module(MODELING).torch_chunk_gated_delta_rule(

@@ -85,7 +85,7 @@ def program_of(model: nn.Module, inputs: Mapping[str, object]) -> Program:
 
 
 def masks(model: nn.Module, inputs: Mapping[str, object]) -> set[str]:
-    """How attention is masked: "documents", "window", "mask", "causal" or "none"."""
+    """The mask of attention: "documents", "window", "mask", "causal" or "none"."""
     hides = {"query_documents": "documents", "window": "window", "attn_mask": "mask"}
     return {
         next(

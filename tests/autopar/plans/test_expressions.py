@@ -151,7 +151,7 @@ def test_formulas_give_other_axis_sizes(
 
 @pytest.mark.slow
 def test_axes_across_nodes_are_numbers_in_seconds(compiled: Callable[[str], PlannedModel]) -> None:
-    """How groups lie in nodes has no formula; memory does not depend on it."""
+    """The nodes of groups have no formula; memory does not depend on them."""
     plan = compiled("two nodes").plan
     names = {str(symbol) for symbol in plan.step_time_expression().free_symbols}
     assert names == {"batch", "sequence"}

@@ -23,7 +23,7 @@ def reduced(draw: Draw) -> Code:
 
 @step(4)
 def spread_of(draw: Draw) -> Code:
-    """How much values differ, and how large they are."""
+    """The differences and the sizes of values."""
     x = draw.tensor(least=1)
     rank = len(draw.shape(x))
     dims = draw.subset([dim for dim in range(rank) if draw.shape(x)[dim] > 1])
@@ -69,7 +69,7 @@ def largest(draw: Draw) -> Code:
 
 @step(1)
 def counted(draw: Draw) -> Code:
-    """How many flags are set, whether any, whether all."""
+    """The number of flags that are set; any; all."""
     known = [name for name, value in draw.values.items() if value.dtype == torch.bool and value.dim() > 0]
     made = torch.rand([draw.size(), draw.size()], generator=draw.generator) < 0.6
     flags = draw.late(known) if known and draw.chance(0.7) else draw.given(made)

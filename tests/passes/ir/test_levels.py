@@ -36,7 +36,7 @@ def test_runs_are_levels_of_copies_one_after_the_other() -> None:
 
 
 def test_levels_of_several_stages() -> None:
-    """What is kept for recompute in one of them: the highest level of copies that are not recomputed fully."""
+    """The tensors that one of them keeps for recompute: the highest level of copies that are not recomputed fully."""
     stages = [{"a": "full", "b": "full"}, {"a": "full:2, selective"}, {"a": "none"}]
     assert of_all(stages) == {"a": "selective", "b": "full"}
 

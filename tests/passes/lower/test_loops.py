@@ -83,7 +83,7 @@ def keys(loop: Loop) -> list[str]:
 
 
 def test_copies_are_cut_between_their_modules(case: tuple[Planning, Stage]) -> None:
-    """Where one tensor of the carried size is live: not inside of the halves, which are wider there."""
+    """Cuts lie where one tensor of the carried size is live: not inside of the halves, which are wider there."""
     _, whole = case
     expected = [[f"layers.{number}", f"layers.{number}.second.up"] for number in range(COUNT)]
     assert named(whole) == [name for names in expected for name in names]
@@ -153,7 +153,7 @@ def test_blocks_of_parts_know_their_region(case: tuple[Planning, Stage]) -> None
 
 
 def test_crossings_are_priced_within_copies(case: tuple[Planning, Stage]) -> None:
-    """What crosses a cut within a copy is no larger than what crosses one between copies."""
+    """The values that cross a cut within a copy are no larger than those that cross one between copies."""
     planned, whole = case
     sent = crossings(whole, planned.folded.flowing, MESH)
     inner = {item.name: crossing.bytes for item, crossing in zip(positions(whole)[1:], sent, strict=True) if item.copy}

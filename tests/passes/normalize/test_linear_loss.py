@@ -123,7 +123,7 @@ def _of(make: Callable[[], nn.Module]) -> Program:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_stock_models(name: str) -> None:
-    """Where their scalars alone are returned; where logits are, nothing changes."""
+    """Models that return scalars alone get the op; where logits are returned, nothing changes."""
     make, shown = MODELS[name]
     program = _of(make)
     assert with_linear_losses(program) is program

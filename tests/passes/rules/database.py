@@ -187,7 +187,7 @@ def _calls_of(entry: Any, item: Any, kind: str) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is tried of each kind: samples of the database that are traced, forms, strategies on two axes.
+    """The effort for each kind: samples of the database that are traced, forms, strategies on two axes.
 
     A `thorough` check has all sizes on two axes too, and gradients for some operands alone.
     """

@@ -17,7 +17,7 @@ def sizes_of(sample: Sample) -> tuple[int, ...]:
 
 
 def wide(sample: Sample) -> int:
-    """How many dims of its tensors are not 1."""
+    """The number of dims of its tensors that are not 1."""
     return sum(size > 1 for tensor in sample.tensors for size in tensor.shape)
 
 

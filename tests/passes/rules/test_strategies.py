@@ -192,7 +192,7 @@ def test_a_ring_runs_beside_queries() -> None:
 
 
 def test_required_methods_take_the_digits_that_follow() -> None:
-    """Where axes split a factor at one place, as methods that are named without a place do."""
+    """Axes split a factor at one place, as methods that are named without a place do."""
     _, rule = _attention_with_a_ring()
     sizes = (2, 3, 2)
     assert following(rule, {0: "ring", 2: "queries"}, sizes) == {0: "ring", 2: "queries@2"}

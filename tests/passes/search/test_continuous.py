@@ -58,7 +58,7 @@ def test_bounds_have_the_bubble():
 
 
 def test_many_micro_batches_take_the_formula():
-    """Where the simulation would be long, the bound is that of the busiest rank, and of the stages before it."""
+    """If the simulation would be long, the bound is that of the busiest rank, and of the stages before it."""
     bound = least_step("1f1b", 16, 16, 4096, 1 / 3)
     assert bound.forward == bound.backward == pytest.approx(1 / (1 - (1 - 1 / 4096) ** 16))
     assert least_step("interleaved_1f1b", 16, 32, 4096, 1 / 3).forward == 256.0

@@ -1,4 +1,4 @@
-"""Which stages fit, asked of a simulator that counts its calls."""
+"""Stages that fit, found with a simulator that counts its calls."""
 
 from collections.abc import Sequence
 
@@ -52,7 +52,7 @@ def test_answers_are_those_of_the_simulator(limit):
 
 
 def test_excess_is_at_most_the_simulators():
-    """What does not fit is missing at least so much."""
+    """A stage that does not fit is missing at least the bytes that the error says."""
     memory = StageMemory(POSITIONS, peak)
     for last in range(3, 40, 2):
         for held in (*plain(8, 1, 4), *APART):

@@ -17,7 +17,7 @@ BANDS = [
 
 
 def covered(blocks: tuple[Block, ...], queries: int, keys: int) -> Integers:
-    """How often each score is in a block: [queries, keys]."""
+    """The number of blocks that have each score: [queries, keys]."""
     found = np.zeros((queries, keys), dtype=np.int64)
     for block in blocks:
         rows, columns = np.arange(queries)[block.queries], np.arange(keys)[block.keys]
