@@ -51,7 +51,7 @@ class Catches(Scaled):
 
 
 class Repeats(Scaled):
-    """A loop whose number of steps depends on the values of a tensor."""
+    """How often it loops depends on the values of a tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, 4]."""
@@ -61,7 +61,7 @@ class Repeats(Scaled):
 
 
 class Counts(Scaled):
-    """A loop whose number of steps depends on the values of a tensor."""
+    """How often it loops depends on the values of a tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, 4]."""
