@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.launch.world import device_type_of, found_mesh, requested_ranks
-from autopar.loading import distribute, make_groups, own_stages, refuse_meta
+from autopar.loading import distribute, make_groups, own_stages
 from autopar.models.fingerprint import Fingerprint, refuse_different_models, values_fingerprint
 from autopar.models.info import ExampleInputs, ModelInfo, read_model
 from autopar.models.losses import Loss, with_loss
@@ -87,6 +87,7 @@ def parallelize(
     """A module that computes what `model` does, on all devices of `mesh`. `model` is left unchanged.
 
     Called by every rank alike, with the same model. Rank 0 plans; the others get plan and source from it, or its error.
+    Parameters and buffers on `meta` get values afterwards: by a state dict, or by `dist_model.init_weights()`.
 
     - `mesh`: a `DeviceMesh` with named axes; or the number of devices, or a cluster with that number, all of which are
       in the default process group: then the best mesh shape is searched, and axes are named after their links,
@@ -162,9 +163,8 @@ def _with_groups(planned: PlannedModel, mesh: DeviceMesh | int | Cluster, ranks:
 
 
 def _compare_models(model: nn.Module, info: ModelInfo, ranks: DeviceMesh) -> None:
-    """Raise CaptureError for a model without values, and PlanMismatchError on all ranks if they hold different ones."""
+    """Raise PlanMismatchError on all ranks if they hold different models."""
     phase = "comparing the models of the ranks"
     with together(ranks, phase):
-        refuse_meta(model)
         fingerprint = Fingerprint(info.structure, info.loss, values_fingerprint(model))
     refuse_different_models(Agreement(ranks).gathered(fingerprint, phase))

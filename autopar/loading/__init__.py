@@ -15,6 +15,7 @@ from autopar.launch.world import local_device
 from autopar.loading.cache import write_source
 from autopar.models.huggingface import register_caches
 from autopar.models.info import structure_of
+from autopar.models.initialization import initializations
 from autopar.planner import PlannedModel
 from autopar.request import Request
 from autopar.runtime import Container, DistributedModule, GeneratedProgram, LoadedProgram, OtherSizes, RegionCopy
@@ -22,23 +23,15 @@ from autopar.runtime.calls.programs import LoadedModel
 from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.fsdp.managers import FSDPManagers
 from autopar.runtime.generated.bases import Generated, place
+from autopar.runtime.initialization import DeferredModel, blank
 from autopar.runtime.pipeline.ranks import PipelineRanks, pipeline_ranks
 from autopar.runtime.pipeline.running import PipelineRunner
 from autopar.runtime.pipeline.shared import shared_groups, shared_parameters
 from autopar.runtime.ranks.groups import axes_group
 from autopar.runtime.state import from_local, local_part
-from passes.ir.errors import CaptureError, InputError
+from passes.ir.errors import InputError
 from passes.ir.layout import I, Layout
 from passes.ir.lowered import FSDPUnit
-
-
-def refuse_meta(model: nn.Module) -> None:
-    """Raise CaptureError for a parameter without values."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise CaptureError(
-                f"parameter {name!r} is on meta: give it values before parallelize (plan alone needs none)"
-            )
 
 
 def stage_ranks(planned: PlannedModel, mesh: DeviceMesh) -> PipelineRanks | None:
@@ -98,7 +91,18 @@ def distribute(
     loaded = {name: load(program, name, own) for name, program in planned.programs.items()}
     held = root.state_dict(keep_vars=True)
     elsewhere = {name: item.to("meta") for name, item in model.state_dict().items() if name not in held}
-    loaded_model = LoadedModel(planned.plan, loaded, signature, planned.seed, other_sizes, planned.refused, elsewhere)
+    missing = on_meta(model)
+    loaded_model = LoadedModel(
+        planned.plan,
+        loaded,
+        signature,
+        planned.seed,
+        other_sizes,
+        planned.refused,
+        elsewhere,
+        DeferredModel(structure_of(model), initializations) if missing else None,
+        missing & names_of(root),
+    )
     runner = None
     if ranks is not None:
         schedule, shared = planned.plan.programs[planned.plan.objective].schedule, shared_holders(planned)
@@ -107,6 +111,18 @@ def distribute(
     module = DistributedModule(root, inner, device, loaded_model, FSDPManagers(managers), runner)
     module.take_from(model)
     return module
+
+
+def on_meta(model: nn.Module) -> Set[str]:
+    """The names of the parameters and buffers of `model` that have no values; tied ones have several."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name for name, tensor in tensors if tensor.is_meta}
+
+
+def names_of(model: nn.Module) -> Set[str]:
+    """The names of the parameters and buffers of `model`; tied ones have several."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name for name, _ in tensors}
 
 
 def _held(model: nn.Module, planned: PlannedModel, own: Sequence[int]) -> Set[str] | None:
@@ -151,6 +167,8 @@ def placed_parts(
         whole = parameter.detach()
         dtype = request.precision.master if whole.is_floating_point() else None
         found = local_part(whole, layout, coordinate, request.mesh)
+        if found.is_meta:
+            return blank(found.shape, dtype or whole.dtype, device)
         return found.to(device, dtype or whole.dtype, copy=True).contiguous()
 
     for manager, group in ((manager, group) for manager, own in units.items() for group in own):
@@ -176,7 +194,8 @@ def placed_parts(
         if held is not None and name not in held:
             continue
         if id(buffer) not in placed:
-            placed[id(buffer)] = buffer.detach().clone().to(device)
+            empty = blank(buffer.shape, buffer.dtype, device) if buffer.is_meta else None
+            placed[id(buffer)] = buffer.detach().clone().to(device) if empty is None else empty
         place(root, name, placed[id(buffer)], name in persistent)
     return root
 

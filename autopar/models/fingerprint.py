@@ -73,6 +73,12 @@ def refuse_different_models(ranks: Sequence[Fingerprint]) -> None:
             )
         names = (*first.values, *other.values)
         name = next((name for name in names if first.values.get(name) != other.values.get(name)), None)
+        if name is not None and (name not in first.values or name not in other.values):
+            empty, full = (0, rank) if name not in first.values else (rank, 0)
+            raise PlanMismatchError(
+                f"ranks hold different models: {name!r} is on meta on rank {empty} of the mesh, and has values on rank "
+                f"{full}; make it on meta on every rank, and load a state dict into the distributed module"
+            )
         if name is not None:
             raise PlanMismatchError(
                 f"ranks hold different models: {name!r} has other values on rank {rank} of the mesh than on rank 0; "

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -90,6 +91,12 @@ def _unfit(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> Iterator[str]
             yield f"{name} is on meta, without data"
         elif isinstance(value, DTensor) and isinstance(current, DTensor) and value.device_mesh != current.device_mesh:
             yield f"{name} is on another mesh (give its full_tensor(), or use torch.distributed.checkpoint)"
+
+
+def copy_part(current: Tensor, value: Tensor) -> None:
+    """Copy this rank's part of the whole tensor `value` into the parameter or buffer `current`."""
+    with torch.no_grad():
+        current.copy_(_placed_like(current, value, assign=False))
 
 
 def _same_shape(value: Tensor, current: Tensor) -> bool:

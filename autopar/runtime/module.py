@@ -13,11 +13,11 @@ from autopar._torch import parts_of, share_tables
 from autopar.runtime.calls.inputs import RowLoader
 from autopar.runtime.calls.programs import CallPath, LoadedModel, Programs, RunnableProgram, RunnableStage
 from autopar.runtime.calls.steps import forward_backward, loss_of, output_of
-from autopar.runtime.checkpoint import Loadable
 from autopar.runtime.fsdp.managers import FSDPManagers
 from autopar.runtime.generated.bases import Container, local
 from autopar.runtime.generated.random import Randomness
 from autopar.runtime.generated.saving import saving
+from autopar.runtime.initialization import Initializable, MissingValues
 from autopar.runtime.parameters import ParameterWatch
 from autopar.runtime.pipeline.running import PipelineRunner
 from autopar.runtime.ranks.agreement import Agreement
@@ -47,11 +47,14 @@ _OWN = (
     "_calls",
     "_clipping",
     "_comparison",
+    "_deferred",
+    "_device",
     "_elsewhere",
     "_failures",
     "_loader",
     "_managers",
     "_mesh",
+    "_missing",
     "_model_class",
     "_original",
     "_pipeline",
@@ -60,11 +63,12 @@ _OWN = (
     "_random",
     "_refused",
     "_root",
+    "_seed",
     "_watch",
 )
 
 
-class DistributedModule(Loadable, CalledPart):
+class DistributedModule(Initializable, CalledPart):
     """A model that runs on a mesh as planned.
 
     Called with the global batch, the same on every rank, it returns what the model returns: scalars as plain tensors,
@@ -98,16 +102,21 @@ class DistributedModule(Loadable, CalledPart):
         self._mesh = mesh
         self._pipeline = pipeline
         self._plan = plan
+        self._seed = loaded.seed
         self._random = Randomness(loaded.seed)
         self._failures = FailureReports(plan.model)
         self._refused = loaded.refused
         self._elsewhere = loaded.elsewhere
+        self._deferred = loaded.deferred
+        self._missing = MissingValues(root, loaded.missing)
+        self._device = device
         self._original: nn.Module | None = None
         self._model_class: type[nn.Module] | None = None
         # The parts of the model are this module's own: the container is none of them.
         object.__setattr__(self, "_root", root)
         self._programs = Programs(root, mesh, device, self._random, managers.by_stage, programs, loaded.other_sizes)
-        self._watch = ParameterWatch(root, plan.parameters if plan.objective == "train" else {})
+        planned = plan.parameters if plan.objective == "train" else {}
+        self._watch = ParameterWatch(root, planned, self._missing.check)
         agreement = Agreement(self.mesh)
         self._agreement = agreement
         self._clipping = GradientClipping(agreement, None if pipeline is None else pipeline.ranks)

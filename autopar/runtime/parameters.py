@@ -1,6 +1,6 @@
 """Comparison of a module's current parameters with the planned ones."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 
 from torch import nn
@@ -20,9 +20,11 @@ class ParameterWatch:
     accepts only parameters with the same placements.
     """
 
-    def __init__(self, root: nn.Module, planned: Mapping[str, ParameterPlan]) -> None:
-        """`root` is what programs read; `planned` says which parameters train, and is empty where nothing does."""
+    def __init__(self, root: nn.Module, planned: Mapping[str, ParameterPlan], check_values: Callable[[], None]) -> None:
+        """Programs read `root`; `planned` says which parameters train, and is empty where nothing does; `check_values`
+        raises InputError where one has no values."""
         self._root = root
+        self._check_values = check_values
         self._planned = planned
         self.refresh()
 
@@ -40,9 +42,10 @@ class ParameterWatch:
     def flags(self) -> bytes:
         """Whether each parameter requires a gradient now, by one byte; `names` says whose.
 
-        Raises InputError for a parameter that requires a gradient, but was frozen when it was planned, and for tied
-        parameters that are not tied any more.
+        Raises InputError for a parameter that requires a gradient, but was frozen when it was planned, for one without
+        values, and for tied parameters that are not tied any more.
         """
+        self._check_values()
         now = self._now()
         if not all(map(is_, now, self._found)):
             self._check_ties(now)

@@ -20,6 +20,7 @@ from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.generated.bases import Generated, GeneratedProgram, LoadedProgram, OtherSizes, PlannedInput, Wanted
 from autopar.runtime.generated.collectives import convert
 from autopar.runtime.generated.random import Randomness
+from autopar.runtime.initialization import DeferredModel
 from autopar.runtime.parameters import ParameterWatch
 from autopar.runtime.ranks.comparing import CallComparison, Surroundings
 from autopar.runtime.state import Axis, axes_of, axis_along, local_part, mesh_of, placements
@@ -62,8 +63,9 @@ class RunnableProgram:
 @dataclass(frozen=True)
 class LoadedModel:
     """A plan, its programs by name, the signature of the model's forward, the seed of random numbers, the function that
-    makes programs for other sizes, the reason why the model cannot be evaluated, if there is one, and those tensors of
-    its state dict that only other ranks' pipeline stages hold, on meta."""
+    makes programs for other sizes, the reason why the model cannot be evaluated, if there is one, those tensors of its
+    state dict that only other ranks' pipeline stages hold, on meta, and the model if tensors of it were on meta, with
+    the names of those that this rank holds."""
 
     plan: Plan
     programs: Mapping[str, LoadedProgram]
@@ -72,6 +74,8 @@ class LoadedModel:
     other_sizes: OtherSizes
     refused: str = ""
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
+    deferred: DeferredModel | None = None
+    missing: Set[str] = frozenset()
 
 
 class Programs:

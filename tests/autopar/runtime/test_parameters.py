@@ -27,7 +27,7 @@ def watched() -> tuple[Tied, ParameterWatch]:
         "table.weight": ParameterPlan((4, 2), "float32", {}, True),
         "head.bias": ParameterPlan((4,), "", {}, False),
     }
-    return module, ParameterWatch(module, plans)
+    return module, ParameterWatch(module, plans, lambda: None)
 
 
 def test_flags() -> None:
