@@ -27,7 +27,7 @@ from autopar.testing.randomness import RandomOps, WithoutDropout
 from autopar.testing.ranks import RankError, preload, run_ranks
 from passes._torch import pytree
 from passes.cost.cluster import Cluster
-from passes.ir.errors import UnsupportedError
+from passes.ir.errors import InputError, UnsupportedError
 from passes.ir.leaves import map_leaves
 
 __all__ = [
@@ -117,10 +117,13 @@ def assert_equivalent(
     Dropout is off on both sides in any case.
 
     Raises AssertionError where a tensor is off by more than `rtol`, or is there on one side only; UnsupportedError,
-    which names the ops, for a model that draws random numbers otherwise.
+    which names the ops, for a model that draws random numbers otherwise; InputError for one on meta.
     """
     sizes = dict(mesh or {"dp": 2, "tp": 2})
     model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
+    empty = next((name for name, item in (*model.named_parameters(), *model.named_buffers()) if item.is_meta), None)
+    if empty is not None:
+        raise InputError(f"{empty!r} is on meta, without values to compare: give a model that is on a device")
     options = {"cluster": "ideal", **options}
     objective = str(options.get("objective", "train"))
     given = random_inputs(model, objective, prod(sizes.values())) if example_inputs is None else example_inputs

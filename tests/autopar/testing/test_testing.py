@@ -144,3 +144,10 @@ def test_modules_with_dropout(module: nn.Module) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     module(X)
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_models_without_values_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(autopar.InputError, match="'weight' is on meta, without values to compare"):
+        assert_equivalent(model, {"dp": 2}, (torch.zeros(2, 2),))
