@@ -102,17 +102,17 @@ class RedistributionCosts:
 
     def _activations(self, tensors: Sequence[TensorLayouts], sent: Sent) -> tuple[Floats, Floats, Floats, Flags]:
         """The fields of `RedistributionSeconds`, for all pairs of tensors that are no parameters."""
-        found = np.zeros((2, len(sent.joined)))
+        found = np.zeros((2, len(sent.size)))
         for steps in _steps(tensors, self.mesh):
             found[:, steps.pair] += self.steps.cheapest(steps, sent.take(steps.pair))[0]
-        none = np.zeros(len(sent.joined))
+        none = np.zeros(len(sent.size))
         return found[0], found[1], none, none > 0
 
     def _parameters(self, tensors: Sequence[TensorLayouts], sent: Sent) -> tuple[Floats, Floats, Floats, Flags]:
         """The fields of `RedistributionSeconds`, for all pairs of parameters."""
         # Forward and backward: all but the all-to-alls that come first, where a unit takes its steps as they are and
         # where none does; and the all-to-alls, one by one and with others.
-        in_unit, later, alone, joint = np.zeros((4, 2, len(sent.joined)))
+        in_unit, later, alone, joint = np.zeros((4, 2, len(sent.size)))
         parts = _UnitParts(tensors, sent.flows, self.mesh)
         for steps in _steps(tensors, self.mesh):
             pair = steps.pair
@@ -147,9 +147,9 @@ def _numbers(layouts: Sequence[Layout]) -> dict[Layout, int]:
 def _sent(tensors: Sequence[TensorLayouts], counts: Sequence[int], flows: bool) -> Sent:
     """The sizes that each pair of layouts sends: tensor i has `counts[i]` pairs."""
     groups = [each.group for each in tensors]
-    fields = [(group.type.dtype.itemsize, group.gradient_itemsize, group.joined) for group in groups]
-    size, gradient_size, joined = np.repeat(np.array(fields, dtype=np.int64).reshape(-1, 3).T, counts, axis=1)
-    return Sent(size, gradient_size, joined, flows)
+    fields = [(group.type.dtype.itemsize, group.gradient_itemsize, *group.joined) for group in groups]
+    size, gradient_size, *joined = np.repeat(np.array(fields, dtype=np.int64).reshape(-1, 4).T, counts, axis=1)
+    return Sent(size, gradient_size, np.array(joined), flows)
 
 
 def _steps(tensors: Sequence[TensorLayouts], mesh: Mesh) -> Iterator[Steps]:

@@ -12,18 +12,22 @@ least, forward and backward together. Few bytes over many nodes are faster axis 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
 from passes.cost.cluster import Cluster
 from passes.cost.communication import Line, collective_lines
 from passes.ir.arrays import Flags, Floats, Integers
+from passes.ir.exchanges import ALONE, Sharing
 from passes.ir.figures import Figure, least_of
 from passes.ir.mesh import Mesh
 from passes.ir.redistribution import COLLECTIVES, RedistributionStep, as_steps, step_in_parts
 from passes.ir.redistributions import KINDS, Steps, in_parts
 
 _SPLIT = KINDS.index("S")
+# By kinds before and after.
+_IS_ALL_REDUCE = np.array([COLLECTIVES.get((before, after)) == "all_reduce" for before, after in product(KINDS, KINDS)])
 
 # An all-to-all of many tensors copies each into one buffer, and out of another: a kernel and a pass over memory each.
 _JOINT_KERNELS, _JOINT_TOUCHED = 2, 2
@@ -31,8 +35,8 @@ _JOINT_KERNELS, _JOINT_TOUCHED = 2, 2
 
 @dataclass(frozen=True)
 class Sent:
-    """By step: the bytes of an element and of its gradient, and how many tensors share a collective. `flows` says
-    whether there are gradients."""
+    """By step: the bytes of an element and of its gradient, and how many tensors share a collective (by field of
+    `Sharing`). `flows` says whether there are gradients."""
 
     size: Integers
     gradient_size: Integers
@@ -41,7 +45,8 @@ class Sent:
 
     def take(self, numbers: Integers) -> "Sent":
         """The same of the steps with these numbers."""
-        return Sent(self.size.take(numbers), self.gradient_size.take(numbers), self.joined.take(numbers), self.flows)
+        joined = self.joined.take(numbers, axis=1)
+        return Sent(self.size.take(numbers), self.gradient_size.take(numbers), joined, self.flows)
 
 
 class StepCosts:
@@ -77,13 +82,14 @@ class StepCosts:
         self.joint_rates = np.array([min(each for _, each in found["all_to_all", span]) for span in spans])
 
     def seconds(self, steps: Steps, itemsize: Integers, joined: Integers) -> Floats:
-        """Seconds of the forward pass of each step, for elements of `itemsize` bytes; `joined` tensors are sent
-        together and share the latency of a collective (by step)."""
+        """Seconds of the forward pass of each step, for elements of `itemsize` bytes. Tensors that are sent
+        together share the latency of a collective: by field of `Sharing` and step, `joined` are their numbers."""
         change = steps.source * len(KINDS) + steps.target
         kernels, at_first, at_last = self.own.take((change * 2 + steps.cut) * 2 + steps.join, axis=1)
         place = change * len(self.mesh.spans) + steps.span
         size = np.maximum(steps.before, steps.after) * itemsize
-        sent = least_of([start.take(place) / joined + each.take(place) * size for start, each in self.lines])
+        together = np.where(_IS_ALL_REDUCE.take(change), *joined)
+        sent = least_of([start.take(place) / together + each.take(place) * size for start, each in self.lines])
         seconds: Floats = kernels + (at_first * steps.before + at_last * steps.after) * itemsize + sent
         return seconds
 
@@ -152,13 +158,13 @@ class StepCosts:
         return found
 
     def cheapest_steps(
-        self, steps: Sequence[RedistributionStep], itemsize: int, gradient_itemsize: int | None, joined: int
+        self, steps: Sequence[RedistributionStep], itemsize: int, gradient_itemsize: int | None, joined: Sharing
     ) -> tuple[RedistributionStep, ...]:
         """`steps`, each in its cheapest parts; `gradient_itemsize` None: without a gradient."""
         if all(step.span < len(self.mesh.sizes) for step in steps):
             return tuple(steps)
-        size, gradient_size, together = np.full((3, len(steps)), [[itemsize], [gradient_itemsize or 0], [joined]])
-        sent = Sent(size, gradient_size, together, gradient_itemsize is not None)
+        size, gradient_size = np.full((2, len(steps)), [[itemsize], [gradient_itemsize or 0]])
+        sent = Sent(size, gradient_size, _for_each(joined, steps), gradient_itemsize is not None)
         _, chosen = self.cheapest(as_steps(steps), sent)
         parts = (self.mesh.partitions(step.span)[number] for step, number in zip(steps, chosen.tolist(), strict=True))
         return tuple(
@@ -177,10 +183,10 @@ class StepCosts:
         seconds: Floats = _JOINT_KERNELS * device.launch + rate * (steps.before * itemsize)
         return seconds
 
-    def total(self, steps: Sequence[RedistributionStep], itemsize: int, joined: int = 1) -> float:
+    def total(self, steps: Sequence[RedistributionStep], itemsize: int, joined: Sharing = ALONE) -> float:
         """Seconds of the forward pass of `steps`, one after the other."""
-        sizes, together = np.full((2, len(steps)), [[itemsize], [joined]])
-        found: list[float] = self.seconds(as_steps(steps), sizes, together).tolist() if steps else []
+        sizes = np.full(len(steps), itemsize)
+        found: list[float] = self.seconds(as_steps(steps), sizes, _for_each(joined, steps)).tolist() if steps else []
         return sum(found)
 
     def joint_total(self, steps: Sequence[RedistributionStep], itemsize: int) -> float:
@@ -188,6 +194,11 @@ class StepCosts:
         sizes = np.full(len(steps), itemsize)
         found: list[float] = self.joint_seconds(as_steps(steps), sizes).tolist() if steps else []
         return sum(found)
+
+
+def _for_each(joined: Sharing, steps: Sequence[RedistributionStep]) -> Integers:
+    """By field of `Sharing` and step: how many tensors share a collective."""
+    return np.repeat(np.array([joined], dtype=np.int64).T, len(steps), axis=1)
 
 
 def _least_somewhere(lines: Sequence[Line]) -> Sequence[Line]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from passes.ir.configuration import Configuration
+from passes.ir.exchanges import ALONE, Sharing
 from passes.ir.layout import Layout
 from passes.ir.program import TensorType
 
@@ -110,7 +111,8 @@ class EdgeGroup:
 
     `gradient` says that a gradient flows back, in elements of `gradient_itemsize` bytes; `parameter` that the tensor is
     a parameter, whose stored shard is resident anyway; `strided` that its memory is not in the order of its dims;
-    `inside` that the uses are inside the copies of a region. `joined` tensors share one collective.
+    `inside` that the uses are inside the copies of a region. `joined` are the numbers of tensors that share
+    a collective.
     """
 
     tensor: str
@@ -122,7 +124,7 @@ class EdgeGroup:
     parameter: bool
     strided: bool
     inside: bool = False
-    joined: int = 1
+    joined: Sharing = ALONE
 
 
 @dataclass(frozen=True)

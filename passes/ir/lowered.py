@@ -11,6 +11,7 @@ import torch
 from passes.ir.arguments import Argument
 from passes.ir.choices import Strategy
 from passes.ir.errors import PlanMismatchError
+from passes.ir.exchanges import ALONE, Sharing
 from passes.ir.folded import Region
 from passes.ir.layout import Layout, P, R
 from passes.ir.program import Input, Op, Program, TensorType
@@ -73,8 +74,8 @@ class Redistribution:
     `saved` says that the backward pass reads the result, `regathered` that it repeats the redistribution instead of
     keeping it; `parameter` that `source` is a parameter, of which this is the local shard. `dtypes` are the dtype that
     it is cast to before, and the dtype that its gradient is reduced in (None: its own). An FSDP unit runs the first
-    `unit_steps` steps and the cast, generated code the others. The cost is that of one of `joined` values that share a
-    collective.
+    `unit_steps` steps and the cast, generated code the others. The cost is that of one of the values that share a
+    collective, of which `joined` are the numbers.
     """
 
     source: str
@@ -90,7 +91,7 @@ class Redistribution:
     parameter: bool = False
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     unit_steps: int = 0
-    joined: int = 1
+    joined: Sharing = ALONE
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 
 from passes.ir.choices import Edge, EdgeGroup, Node
+from passes.ir.exchanges import REDUCTION_BYTES, Sharing
 from passes.rules.cheap import Cheap
 from passes.strategies.analysis import Analysis, recompute_inputs, uses_viewed
 from passes.strategies.nodes import carry_key
@@ -26,9 +28,17 @@ def connect(
 
 
 def _joined(groups: Sequence[EdgeGroup]) -> list[EdgeGroup]:
-    """`groups`, where those of all parameters in one block are sent together."""
-    count = Counter(group.block for group in groups if group.parameter)
-    return [replace(group, joined=count[group.block]) if group.parameter else group for group in groups]
+    """`groups`, where the parameters of one block are gathered together, and the gradients of all parameters reduced in
+    batches (`autopar.runtime.fsdp.reductions`)."""
+    parameters = [group for group in groups if group.parameter]
+    in_block = Counter(group.block for group in parameters)
+    reduced = [group for group in parameters if group.gradient]
+    size = sum(group.count * prod(group.type.shape) * group.gradient_itemsize for group in reduced)
+    in_batch = sum(group.count for group in reduced) // max(size // REDUCTION_BYTES, 1)
+    return [
+        replace(group, joined=Sharing(max(in_batch, 1), in_block[group.block])) if group.parameter else group
+        for group in groups
+    ]
 
 
 @dataclass

@@ -7,7 +7,8 @@ and ends by waiting for all reductions. `fully_shard` would copy such parameters
 each reduction.
 
 NCCL reduces several tensors in one launch, in place. gloo would copy them into one tensor, and out of it again; so they
-are put together here, and reduced gradients are views of the tensor that was sent.
+are put together here, and reduced gradients are views of the tensor that was sent. Its threads share the cores with the
+backward pass, so nothing is gained by an early start: gradients of several units wait until they fill a batch.
 """
 
 import warnings
@@ -24,6 +25,7 @@ from autopar.runtime.fsdp import _torch as fsdp
 from autopar.runtime.fsdp.gradients import LeafParameter, UnitGradients, without_keeping
 from autopar.runtime.ranks.failures import naming_collectives
 from passes.ir.errors import InputError, UnsupportedError
+from passes.ir.exchanges import REDUCTION_BYTES, Batching
 
 _REDUCING = "reducing the gradients of parameters"
 
@@ -42,9 +44,17 @@ class _Unit:
 
 
 @dataclass(frozen=True)
+class _Gradient:
+    """An unreduced gradient of parameter `number`, for which `leaf` is read."""
+
+    number: int
+    leaf: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
 class _Begun:
-    """A reduction that has begun: of the gradients of the parameters `numbers`, for which `leaves` are read. Either
-    each is sent, or one tensor with all of them."""
+    """A reduction of gradients that has begun: either each is sent, or one tensor with all of them."""
 
     numbers: Sequence[int]
     leaves: Sequence[Tensor]
@@ -63,6 +73,7 @@ class Reductions:
     def __init__(self, hand_over: Callable[[int, Tensor], None]) -> None:
         self._hand_over = hand_over
         self._units: list[_Unit] = []
+        self._waiting: Batching[tuple[dist.ProcessGroup, list[_Gradient]]] = Batching(REDUCTION_BYTES)
         self._begun: list[_Begun] = []
         self._holding = False
 
@@ -97,6 +108,8 @@ class Reductions:
             # Not all of its parameters were used now; some, perhaps, in backward passes that held gradients back.
             if any(leaf.parameter.grad is not None for leaf in unit.leaves):
                 self._begin(unit)
+        for batch in self._waiting.rest():
+            self._send(batch)
         # All of them first: hooks of parameters may raise.
         for number, gradient in self._finished():
             self._hand_over(number, gradient)
@@ -104,34 +117,48 @@ class Reductions:
     def reset(self) -> None:
         """Drop all gradients and reductions after an exception."""
         self._finished()
+        self._waiting = Batching(REDUCTION_BYTES)
         for unit in self._units:
             for leaf in unit.leaves:
                 leaf.take_gradient()
 
     def _begin(self, unit: _Unit) -> None:
-        """Begin the all-reduce of the gradients that a unit has."""
-        numbers, leaves, gradients = [], [], []
-        for number, leaf in enumerate(unit.leaves, unit.first):
-            gradient = leaf.take_gradient()
-            if gradient is not None:
-                if gradient.requires_grad:
-                    raise InputError(
-                        "the gradient of a parameter has a graph: second derivatives with respect to parameters are "
-                        "not supported, call backward without create_graph"
-                    )
-                numbers.append(number)
-                leaves.append(leaf.parameter)
-                gradients.append(gradient)
-        # Nobody else has them, so they are reduced in place.
-        if len(gradients) > 1 and joins(unit.group, gradients[0]):
-            sent = [torch.cat([gradient.reshape(-1) for gradient in gradients])]
+        """Begin the all-reduce of the gradients that a unit has, or queue it for one with those of other units."""
+        found = [
+            _Gradient(number, leaf.parameter, gradient)
+            for number, leaf in enumerate(unit.leaves, unit.first)
+            if (gradient := leaf.take_gradient()) is not None
+        ]
+        if any(gradient.value.requires_grad for gradient in found):
+            raise InputError(
+                "the gradient of a parameter has a graph: second derivatives with respect to parameters are "
+                "not supported, call backward without create_graph"
+            )
+        if not found:
+            return
+        first = found[0].value
+        if joins(unit.group, first):
+            size = sum(gradient.value.nbytes for gradient in found)
+            self._send(self._waiting.add((unit.group.group_name, first.dtype), size, (unit.group, found)))
         else:
-            sent = [gradient.contiguous() for gradient in gradients]
+            self._send([(unit.group, found)])
+
+    def _send(self, batch: Sequence[tuple[dist.ProcessGroup, Sequence[_Gradient]]]) -> None:
+        """Begin one all-reduce of the gradients of a batch of units, which have the same group and dtype."""
+        if not batch:
+            return
+        group, gradients = batch[0][0], [gradient for _, own in batch for gradient in own]
+        # Nobody else has them, so they are reduced in place.
+        if len(gradients) > 1 and joins(group, gradients[0].value):
+            sent = [torch.cat([gradient.value.reshape(-1) for gradient in gradients])]
+        else:
+            sent = [gradient.value.contiguous() for gradient in gradients]
         with naming_collectives(_REDUCING):
             if len(sent) == 1:
-                collectives.all_reduce_(sent[0], "sum", unit.group.group_name)
+                collectives.all_reduce_(sent[0], "sum", group.group_name)
             else:
-                collectives.all_reduce_coalesced_(sent, "sum", unit.group.group_name)
+                collectives.all_reduce_coalesced_(sent, "sum", group.group_name)
+        numbers, leaves = zip(*((gradient.number, gradient.leaf) for gradient in gradients), strict=True)
         self._begun.append(_Begun(numbers, leaves, sent))
 
     def _finished(self) -> list[tuple[int, Tensor]]:

@@ -4,12 +4,13 @@ Read from torch 2.13, torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py
 gathered into one flat buffer and copied out into its parameters, whose storages are freed and reallocated while the
 tensors stay the same; gradients are copied into one flat buffer that is reduced, and the reduced gradients are views of
 the output. Streams are taken to run in the order of the program. Gradients of a unit that gathers nothing are
-reduced when all are computed: in place by NCCL, for gloo in one tensor, of which they are views from then on.
+reduced when all are computed: in place by NCCL, for gloo in one tensor with those of other units, of which they are
+views from then on.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import count as numbers_from
@@ -30,7 +31,7 @@ from passes.cost.liveness.graph import (
     Storage,
     Value,
 )
-from passes.ir.exchanges import BATCH_BYTES, Batching, batches
+from passes.ir.exchanges import BATCH_BYTES, REDUCTION_BYTES, Batching, batches
 from passes.ir.layout import local_shape
 from passes.ir.lowered import BEFORE, FSDPUnit, Stage
 from passes.ir.mesh import Mesh
@@ -82,7 +83,7 @@ class _Reduced:
 class _Run:
     """The state of a unit while a program runs: `ranks` is the number of ranks that it is sharded over. `flat` is the
     received buffer that is not copied out yet, `reduced` the buffers that are held until the pass ends. `missing`
-    counts the gradients that are to come of a unit that gathers nothing, `sent` are those that are being reduced."""
+    counts the gradients that are to come of a unit that gathers nothing."""
 
     number: int
     plan: FSDPUnit
@@ -95,7 +96,6 @@ class _Run:
     flat: Storage | None = None
     reduced: Storage | None = None
     missing: int = 0
-    sent: list[tuple[_Member, Storage]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -155,8 +155,12 @@ class FSDPSimulation:
         # Parameters that go to other layouts: over these axes, in this dtype, so many bytes.
         self._exchanged: list[tuple[tuple[tuple[int, ...], torch.dtype], int]] = []
         self._turning: Batching[_Reduced] = Batching()
-        # Bytes of all gradients that are turned over the same axes in the same dtype.
+        # Gradients of units that gather nothing: those that wait to share an all-reduce, and those in one.
+        self._reducing: Batching[list[tuple[_Member, Storage]]] = Batching(REDUCTION_BYTES)
+        self._begun: list[tuple[_Member, Storage]] = []
+        # Bytes of all gradients that are turned, and that are reduced in place, over the same axes in the same dtype.
         self._turned_bytes: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
+        self._reduced_bytes: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
         for number, unit in enumerate(stage.units.units):
             names = [name for name in unit.parameters if name in stage.units.gathered]
             add = partial(self._gathered, stage, mesh) if unit.gathers else partial(self._replicated, number)
@@ -194,6 +198,7 @@ class FSDPSimulation:
     def _replicated(self, number: int, unit: FSDPUnit, name: str, type: TensorType, stored: Value) -> _Member:
         """A parameter that is read as it is stored."""
         leaf, form = _leaf(stored), stored.form
+        self._reduced_bytes[unit.replicated, form.dtype] += form.bytes if leaf is not None else 0
         read = None if leaf is None else Leaf(form, accumulated=partial(self._accumulated, number))
         return _Member(Value(stored.storage, form, read), leaf, moved=False)
 
@@ -381,22 +386,37 @@ class FSDPSimulation:
         """Begin to reduce the gradients that are computed."""
         self._ledger.moment = f"reduction of gradients of {run.name}"
         found = [(member, gradient) for member in run.members if (gradient := _take(member)) is not None]
-        if self._joins and len(found) > 1:
+        if not self._joins or not found:
+            self._begun += found
+            return
+        size, key = sum(gradient.bytes for _, gradient in found), (run.plan.replicated, run.dtype)
+        batch = self._reducing.add(key, size, found)
+        if not batch and self._reduced_bytes[key] >= REDUCTION_BYTES:
+            # Any unit may fill a batch, as in `_await_turn`.
+            joined = Storage(self._ledger, REDUCTION_BYTES, GRADIENTS)
+            del joined
+        self._join(batch)
+
+    def _join(self, batch: Sequence[Sequence[tuple[_Member, Storage]]]) -> None:
+        """Begin to reduce the gradients of a batch of units, in one tensor if they are several."""
+        found = [pair for own in batch for pair in own]
+        if len(found) > 1:
             joined = Storage(self._ledger, sum(gradient.bytes for _, gradient in found), GRADIENTS)
             found = [(member, joined) for member, _ in found]
-        run.sent += found
+        self._begun += found
 
     def _receive(self, runs: Sequence[_Run]) -> None:
         """Accumulate reduced gradients into those of the stored parameters, when all are there."""
         for run in runs:
             if not self.holds:
                 self._send(run)
-        received = [pair for run in runs for pair in run.sent]
-        for member, reduced in received:
+        for batch in self._reducing.rest():
+            self._join(batch)
+        for member, reduced in self._begun:
             if member.stored is not None and member.stored.gradient is None:
                 member.stored.gradient = reduced
+        self._begun = []
         for run in runs:
-            run.sent.clear()
             run.await_gradients()
 
     def end_backward(self) -> None:

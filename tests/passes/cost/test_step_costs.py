@@ -10,6 +10,7 @@ import sympy
 from passes.cost.cluster import CLUSTERS, Cluster, Link
 from passes.cost.communication import collective_lines
 from passes.cost.step_costs import StepCosts
+from passes.ir.exchanges import Sharing
 from passes.ir.figures import Figure, formula, size_of
 from passes.ir.layout import I, P, Placement, R, S
 from passes.ir.mesh import Mesh
@@ -38,9 +39,11 @@ def test_rings() -> None:
 
 def test_tensors_that_are_sent_together_share_the_start() -> None:
     """The seconds per byte and the copies stay."""
-    (step,) = redistribution((S(1),), (R,), (4096, 64), MESH)
-    alone, shared = (StepCosts(CLUSTER, MESH).total([step], 4, joined) for joined in (1, 6))
-    assert alone - shared == pytest.approx(3 * 2e-6 * 5 / 6)
+    numbers = [Sharing(), Sharing(all_reduce=8, other=6)]
+    for before, hops, others in ((S(1), 3, 5 / 6), (P, 6, 7 / 8)):
+        (step,) = redistribution((before,), (R,), (4096, 64), MESH)
+        alone, shared = (StepCosts(CLUSTER, MESH).total([step], 4, joined) for joined in numbers)
+        assert alone - shared == pytest.approx(hops * 2e-6 * others)
 
 
 def test_all_to_all_sends_a_rank_its_own_part() -> None:
@@ -78,7 +81,7 @@ def test_backward_is_the_conjugate(source: Placement, target: Placement) -> None
     backward = costs.total([step.backward for step in steps], 4)
     assert backward == pytest.approx(costs.total(conjugate, 4))
     one = np.ones(len(steps), dtype=np.int64)
-    assert costs.seconds(as_steps(steps).backward, 4 * one, one).sum() == pytest.approx(backward)
+    assert costs.seconds(as_steps(steps).backward, 4 * one, np.stack([one, one])).sum() == pytest.approx(backward)
 
 
 def test_links_of_the_axis_count() -> None:

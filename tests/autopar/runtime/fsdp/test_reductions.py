@@ -1,7 +1,8 @@
 """All-reduces of gradients of parameters that are read as they are stored: which ones run, when, and of what."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.runtime.fsdp import reductions
 from autopar.testing import run_ranks
 from tests.autopar.stored import storage
 from tests.models import Block
@@ -136,21 +138,31 @@ def _interrupted() -> dict[str, object]:
     return found
 
 
+def _in_batches(run: Callable[[], dict[str, Any]], limit: int) -> dict[str, Any]:
+    """`run` with batches of `limit` bytes."""
+    with mock.patch.object(reductions, "REDUCTION_BYTES", limit):
+        return run()
+
+
 def test_a_unit_recovers_with_some_of_its_gradients() -> None:
     """An exception comes before, between and after the gradients of a unit; the next pass reduces each unit once."""
-    for found in run_ranks(_interrupted, 2):
-        for error, reductions in found.values():
+    for found in run_ranks(_in_batches, 2, _interrupted, 0):
+        for error, reduced in found.values():
             assert error <= 1e-12
-            assert reductions == 9
+            assert reduced == 9
 
 
 def test_units_are_reduced_while_the_backward_pass_goes_on() -> None:
-    """An all-reduce for each op with parameters, issued before the products of the op before it; gradients are those of
-    one device, whatever is used, how often, and in which backward pass."""
-    for found in run_ranks(_reduced, 2):
+    """An all-reduce for each op with parameters, issued before the products of the op before it, or for several that
+    fill a batch; the rest at the end. Gradients are those of one device, whatever is used, how often, and in which
+    backward pass."""
+    down, up, norm = 64 * 16 + 16, 16 * 64 + 64, 2 * 16
+    first, second = down + up + norm + down, up + norm + down + up
+    expected = {0: [0, 0, down, 0, 0, up, norm] * 3, 20_000: [0] * 6 + [first] + [0] * 6 + [second, norm]}
+    found_by_limit = {limit: run_ranks(_in_batches, 2, _reduced, limit) for limit in expected}
+    for limit, found in ((limit, found) for limit, ranks in found_by_limit.items() for found in ranks):
         forward, backward = found["events"]
         assert forward == [0, 0] * 3
-        down, up, norm = 64 * 16 + 16, 16 * 64 + 64, 2 * 16
-        assert backward == [0, 0, down, 0, 0, up, norm] * 3
+        assert backward == expected[limit]
         assert max(found["errors"].values()) <= 1e-12, found["errors"]
         assert found["after create_graph"] <= 1e-12
