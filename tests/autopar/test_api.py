@@ -546,7 +546,7 @@ def _unusual(sizes: tuple[int, ...]) -> dict[str, str]:
     return wrong
 
 
-@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param((4,), marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_models_that_are_built_otherwise(sizes):
     """Buffers that change, attributes that are tensors, complex numbers, infinities, shared weights, odd names."""
     assert on_ranks(_unusual, sizes, lifted=False) == [{}] * 4

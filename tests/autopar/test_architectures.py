@@ -13,7 +13,7 @@ SAMPLES = 4
 REQUIRED = [name for name, one in ARCHITECTURES.items() if not one.extra]
 EXTRA = [name for name, one in ARCHITECTURES.items() if one.extra]
 # One of each kind: all are tested at night.
-FAST = {"falcon-multi-query-alibi", "mixtral-grouped_mm", "bert", "t5", "convnext", "mamba"}
+FAST = {"falcon-multi-query-alibi", "bert", "t5"}
 
 
 def hold(one: Architecture, mesh: str, objective: str) -> None:

@@ -143,7 +143,7 @@ def dishonest(outcomes: Mapping[int, Outcome]) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "seed"), [("gpt2", 12), ("llama", 14)])
+@pytest.mark.parametrize(("name", "seed"), [("llama", 14), pytest.param("gpt2", 12, marks=pytest.mark.slow)])
 def test_a_limit(name: str, seed: int) -> None:
     """Some of the limits below, which can be kept to."""
     found = outcome(name, seed)

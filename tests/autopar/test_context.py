@@ -62,7 +62,7 @@ def test_split_queries(name: str, mesh: str, axes: dict[str, str], recompute: st
         pytest.param("llama", "2x2", {"dp": "ring@4", "tp": "ring@8"}, marks=pytest.mark.slow),
         pytest.param("qwen3", "2x2", {"dp": "ring", "tp": "heads"}, marks=pytest.mark.slow),
         pytest.param("llama", "2x2", {"dp": "ring", "tp": "queries"}, marks=pytest.mark.slow),
-        ("qwen3", "2x2", {"dp": "queries", "tp": "ring"}),
+        pytest.param("qwen3", "2x2", {"dp": "queries", "tp": "ring"}, marks=pytest.mark.slow),
         pytest.param("llama", "2x2", {"dp": "queries@4", "tp": "ring@4"}, marks=pytest.mark.slow),
         pytest.param("llama", "2x2", {"dp": "ring@4", "tp": "queries@8"}, marks=pytest.mark.slow),
         pytest.param("gpt2", "2x2x2", {"dp": "heads", "cp": "ring", "tp": "queries"}, marks=pytest.mark.slow),
@@ -154,11 +154,11 @@ HIDING: Mapping[str, tuple[Callable[[], nn.Module], Inputs]] = {
 @pytest.mark.parametrize(
     ("name", "mesh", "methods", "recompute"),
     [
-        ("a window shorter than shards", "4", {"tp": "ring"}, "none"),
-        ("windows on both sides and padding", "2", {"dp": "ring"}, "none"),
+        pytest.param("a window shorter than shards", "4", {"tp": "ring"}, "none", marks=pytest.mark.slow),
+        pytest.param("windows on both sides and padding", "2", {"dp": "ring"}, "none", marks=pytest.mark.slow),
         ("causal padding", "2x2", {"dp": "ring@4", "tp": "ring@8"}, "none"),
         ("padding on the left", "2", {"dp": "queries@8"}, "none"),
-        ("a window of documents", "2x2", {"dp": "queries", "tp": "heads"}, "full"),
+        pytest.param("a window of documents", "2x2", {"dp": "queries", "tp": "heads"}, "full", marks=pytest.mark.slow),
         ("a window and padding", "2x2", {"dp": "ring", "tp": "queries"}, "full"),
         ("other keys", "2", {"dp": "ring"}, "none"),
         *(
@@ -203,7 +203,7 @@ _AXES = {"2": {"dp": "queries"}, "2x2": {"dp": "queries", "tp": "heads"}}
     ("name", "mesh", "objective"),
     [
         ("gemma2, padded on the left", "2x2", "train"),
-        ("t5, padded", "2", "train"),
+        pytest.param("t5, padded", "2", "train", marks=pytest.mark.slow),
         *(
             pytest.param(name, mesh, objective, marks=pytest.mark.slow)
             for name in WRITTEN
@@ -286,7 +286,8 @@ def _flags() -> Tensor:
     return torch.ones(4, 1, 16, 16, dtype=torch.bool).tril()
 
 
-@pytest.mark.parametrize("method", ["queries", pytest.param("ring", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["queries", "ring"])
 def test_windows_at_other_sizes(method: str) -> None:
     """A plan for one length serves others, longer and shorter than the window, and other masks."""
     found = on_ranks(_other_sizes, method, mesh="2")
@@ -335,9 +336,9 @@ def _windows(**config: object) -> nn.Module:
 # A model, its inputs for a length, and the methods that are fast: each hides keys in blocks of its own.
 MASKED: Mapping[str, tuple[Callable[..., nn.Module], Callable[[int], dict[str, Tensor]], tuple[str, ...]]] = {
     "causal": (llama, lambda length: tokens(1, length), ("queries",)),
-    "a window": (_windows, lambda length: tokens(1, length), ("ring", "heads")),
+    "a window": (_windows, lambda length: tokens(1, length), ("heads",)),
     "padding": (llama, _padded, ("queries", "ring")),
-    "documents": (llama, _restarting, ("ring",)),
+    "documents": (llama, _restarting, ()),
 }
 
 

@@ -70,7 +70,9 @@ def _ranks(rows: str, columns: str, seed: int) -> list[list[dict[str, Tensor]]]:
 LAYOUTS = [("R", "R"), ("S(0)", "R"), ("S(0)", "S(1)"), ("R", "S(1)"), ("S(0)", "S(0, 2)")]
 
 
-@pytest.mark.parametrize(("rows", "columns"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [*(pytest.param(*case, marks=pytest.mark.slow) for case in LAYOUTS[:-1]), LAYOUTS[-1]]
+)
 def test_replicas_drop_the_same(rows: str, columns: str) -> None:
     """All ranks see one whole; the sum that each makes of its own copy, or its part, is that of the whole."""
     ranks = _ranks(rows, columns, 0)

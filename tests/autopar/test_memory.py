@@ -1,7 +1,9 @@
 """Planned memory is what torch's MemTracker finds when the generated module runs, byte by byte."""
 
 import random
+from contextlib import ExitStack
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ import transformers
 from torch import nn
 
 from autopar import Precision
+from autopar.runtime.fsdp import reductions
 from autopar.runtime.state import local_part
+from passes.cost.liveness import fsdp_units
 from passes.ir.layout import Placement, S
 from passes.ir.mesh import Mesh
 from tests.autopar.comparing import MESHES
@@ -36,8 +40,8 @@ def _check(model: nn.Module, mesh: str, inputs: dict[str, torch.Tensor], **optio
     ("name", "mesh", "options"),
     [
         ("llama", "2x2", {"precision": MIXED}),
-        ("gpt2", "2", {"optimizer": "sgd"}),
-        ("qwen3", "2x2", {"objective": "infer"}),
+        pytest.param("gpt2", "2", {"optimizer": "sgd"}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "2x2", {"objective": "infer"}, marks=pytest.mark.slow),
         *(
             pytest.param(name, mesh, options, marks=pytest.mark.slow)
             for name in MODELS
@@ -153,10 +157,10 @@ def test_data_axes(
 # (model, layers, mesh, how parameters are stored, ZeRO stage, micro-batches, whether they are gathered again, options)
 _Travel = tuple[str, int, str, dict[str, str], int, int, bool, dict[str, object]]
 TRAVELS: list[_Travel] = [
-    ("llama", 3, "2", _SPLIT, 1, 2, False, {"precision": MIXED}),
     ("llama", 3, "2x2", {"dp": "I"}, 2, 2, False, {}),
 ]
 TRAVELS_TOO: list[_Travel] = [
+    ("llama", 3, "2", _SPLIT, 1, 2, False, {"precision": MIXED}),
     *(
         ("llama", 7, mesh, stored, stage, count, stage == 3, options)
         for mesh in ("2", "dp4", "2x2")
@@ -244,3 +248,14 @@ def test_copies_in_other_layouts(stored: dict[str, str], options: dict[str, obje
     with Spy(again=False) as spy:
         _check(phi3(num_hidden_layers=3), "2x2", tokens(8, 8), constraints=constraints, **options)
     assert any(group.turned for group in spy.seen[0].units.units)
+
+
+@pytest.mark.parametrize("limit", [1, pytest.param(30_000, marks=pytest.mark.slow), 2**20])
+def test_reductions_in_batches(limit: int) -> None:
+    """Gradients that are reduced where they are, in tensors with those of other units: one by one, some, and all
+    together."""
+    model = MODELS["llama"](hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    with ExitStack() as stack:
+        for module in (fsdp_units, reductions):
+            stack.enter_context(mock.patch.object(module, "REDUCTION_BYTES", limit))
+        _check(model, "2", tokens(length=8), optimizer="sgd", constraints=storage(dp="I"))

@@ -41,7 +41,7 @@ def test_padding_mask(name):
         pytest.param(lambda: gpt2(tie_word_embeddings=False), 64, id="untied gpt2", marks=pytest.mark.slow),
         pytest.param(lambda: qwen3(num_key_value_heads=1), 64, id="one head of keys and values"),
         pytest.param(lambda: llama(vocab_size=61), 61, id="odd vocabulary", marks=pytest.mark.slow),
-        pytest.param(lambda: gemma2(vocab_size=67), 67, id="odd vocabulary, tied"),
+        pytest.param(lambda: gemma2(vocab_size=67), 67, id="odd vocabulary, tied", marks=pytest.mark.slow),
         pytest.param(lambda: llama(attention_bias=True, mlp_bias=True), 64, id="biases", marks=pytest.mark.slow),
     ],
 )

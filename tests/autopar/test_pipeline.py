@@ -107,7 +107,9 @@ SLOW = pytest.mark.slow
     [
         pytest.param(MODELS["llama"], tokens, {"pp": 2, "dp": 2}, {}, id="llama"),
         pytest.param(gpt2, tokens, {"pp": 2, "tp": 2}, {"micro_batches": 2}, id="tied embeddings"),
-        pytest.param(deep, tokens, {"pp": 2}, {"pipeline": INTERLEAVED, "micro_batches": 4}, id="interleaved"),
+        pytest.param(
+            deep, tokens, {"pp": 2}, {"pipeline": INTERLEAVED, "micro_batches": 4}, id="interleaved", marks=SLOW
+        ),
         pytest.param(t5, sequences, {"pp": 2}, {"micro_batches": 2}, id="encoder and decoder", marks=SLOW),
         pytest.param(
             deep,
@@ -115,6 +117,7 @@ SLOW = pytest.mark.slow
             {"pp": 3},
             {"pipeline": Pipeline(cuts=CUTS, schedule="gpipe"), "micro_batches": 1},
             id="forced cuts, one micro-batch",
+            marks=SLOW,
         ),
         pytest.param(
             deep,

@@ -107,7 +107,8 @@ def _trained(options: dict[str, object]) -> tuple[str, float]:
     return axis, compare_on_mesh(middling(), 2, middling_batch(), torch.float64, **chosen).worst[1]
 
 
-@pytest.mark.parametrize(("options", "axis"), [({"pipeline": "auto"}, "pp"), pytest.param({}, "", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "axis"), [({"pipeline": "auto"}, "pp"), ({}, "")])
 def test_ranks_train_in_a_pipeline_where_they_ask(options, axis):
     """On a number of devices, "auto" builds the mesh of a pipeline, which equals one device. Without the word there is
     none, though `plan` proposes it, and plain calls have gradients."""

@@ -146,6 +146,7 @@ def plenty() -> Plan:
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
+@pytest.mark.slow
 def test_large_fits(large: Plan) -> None:
     program = program_of(large)
     assert sum(program.memory.values()) <= 60e9

@@ -38,7 +38,7 @@ CASES = [
     ("gpt2", True, (2, 2, 2)),
 ]
 # One and two axes; the others are tested at night.
-FAST = CASES[1], CASES[4]
+FAST = (CASES[1],)
 
 
 def _check(name: str, padding: bool, sizes: tuple[int, ...], seeds: range) -> None:

@@ -239,7 +239,7 @@ def test_plenty_of_memory_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "options"),
-    [(400e3, {"recompute": "none"}), (450e3, {"micro_batches": 1})],
+    [(400e3, {"recompute": "none"}), pytest.param(450e3, {"micro_batches": 1}, marks=pytest.mark.slow)],
     ids=["micro-batches", "recompute"],
 )
 def test_what_memory_makes_necessary_runs(limit: float, options: dict[str, object]) -> None:

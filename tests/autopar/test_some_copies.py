@@ -85,7 +85,8 @@ def _wide(**options: object) -> Plan:
     return autopar.plan(model, {"dp": 2}, tokens(batch=8, length=512), **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("part", [0.15, pytest.param(0.4, marks=_SLOW)])
+@_SLOW
+@pytest.mark.parametrize("part", [0.15, 0.4])
 def test_the_planner_takes_the_least_number(part: float) -> None:
     """Where full recompute of all copies would be needed, the step is shorter than with any number that is given, and
     the plan fits."""

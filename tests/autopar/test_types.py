@@ -84,7 +84,7 @@ def _run(model: nn.Module, compiled: PlannedModel, **options: object) -> Report:
 
 
 @pytest.mark.parametrize("sizes", [pytest.param((2,), marks=pytest.mark.slow), (2, 2)])
-@pytest.mark.parametrize("name", marked(MODELS, {"llama", "gemma2", "gpt2"}))
+@pytest.mark.parametrize("name", marked(MODELS, {"llama"}))
 def test_best_plans(name, sizes):
     model, _, compiled = _compiled(name, sizes)
     report = _run(model, compiled)
@@ -127,7 +127,7 @@ def _check_random(name: str, sizes: tuple[int, ...], seed: int, padding: bool) -
     assert len(report.told) <= 0.15 * (len(report.told) + len(report.proved)), report.told
 
 
-@pytest.mark.parametrize("name", marked(MODELS, {"gemma2", "gpt2"}))
+@pytest.mark.parametrize("name", marked(MODELS, {"gpt2"}))
 def test_random_plans(name):
     _check_random(name, (2, 2), seed=0, padding=name != "gpt2")
 

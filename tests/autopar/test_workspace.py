@@ -186,8 +186,15 @@ def test_every_form_is_compared() -> None:
     assert {*LOCAL_FORMS, *TEMPORARIES, *REPEATED} <= set(CASES)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        (torch.float32, "cpu"),
+        (torch.bfloat16, "cuda"),
+        pytest.param(torch.float32, "cuda", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "cpu", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_workspace(name: str, dtype: torch.dtype, device: str) -> None:
     """Bytes that are saved in all, and bytes of the backward pass besides them and the gradients of operands."""

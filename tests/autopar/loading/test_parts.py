@@ -95,6 +95,7 @@ def _vision_and_language() -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_vision_and_language_apart():
     """Qwen2.5-VL, with images and text, in training: loss, logits and all gradients, for the images that were planned
     and for others; the parts come back whole, and what is between them has its gradients too."""

@@ -174,6 +174,7 @@ def test_dtensor_expresses_what_is_said_on_three_axes() -> None:
     assert sum(allowed) >= 6
 
 
+@pytest.mark.slow
 def test_dtensor_expresses_what_is_said_of_two_dims_on_three_axes() -> None:
     """The same where two dims are split, one of them in another order than the mesh has."""
     mesh = Mesh(("a", "b", "c"), (2, 2, 2))

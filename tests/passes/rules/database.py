@@ -198,7 +198,7 @@ class Effort:
     thorough: bool
 
 
-FAST = Effort(8, 2, 6, False)
+FAST = Effort(8, 1, 6, False)
 ALL = Effort(None, None, 64, True)
 
 
