@@ -14,7 +14,7 @@ REDUCTION_BYTES = 25 * 2**20
 
 
 class Sharing(NamedTuple):
-    """How many tensors share a collective: an all-reduce, any other."""
+    """Numbers of tensors that share a collective: an all-reduce, any other."""
 
     all_reduce: int = 1
     other: int = 1
