@@ -19,7 +19,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.redistributions import KINDS, Pairs, Steps, all_steps
 from passes.ir.unit_axes import is_leading
 
-_WHOLE, _EQUAL, _SPLIT = (KINDS.index(kind) for kind in "RIS")
+_WHOLE, _EQUAL, _SPLIT, _PENDING = (KINDS.index(kind) for kind in "RISP")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ class RedistributionCosts:
         # where none does; and the all-to-alls, one by one and with others.
         in_unit, later, alone, joint = np.zeros((4, 2, len(sent.size)))
         parts = _UnitParts(tensors, sent.flows, self.mesh)
-        for steps in _steps(tensors, self.mesh):
+        every = list(_steps(tensors, self.mesh))
+        sent = _reduced_by_unit(sent, every)
+        for steps in every:
             pair = steps.pair
             own = sent.take(pair)
             is_first, is_unit = parts.follow(steps)
@@ -150,6 +152,15 @@ def _sent(tensors: Sequence[TensorLayouts], counts: Sequence[int], flows: bool) 
     fields = [(group.type.dtype.itemsize, group.gradient_itemsize, *group.joined) for group in groups]
     size, gradient_size, *joined = np.repeat(np.array(fields, dtype=np.int64).reshape(-1, 4).T, counts, axis=1)
     return Sent(size, gradient_size, np.array(joined), flows)
+
+
+def _reduced_by_unit(sent: Sent, every: Sequence[Steps]) -> Sent:
+    """`sent`, where pairs whose forward pass communicates share all-reduces in a unit (`Redistribution.sharing`)."""
+    moves = np.zeros(len(sent.size), dtype=np.bool_)
+    for steps in every:
+        moves[steps.pair] |= (steps.source == _SPLIT) & (steps.target != _PENDING)
+    all_reduce, other = sent.joined
+    return replace(sent, joined=np.stack([np.where(moves, other, all_reduce), other]))
 
 
 def _steps(tensors: Sequence[TensorLayouts], mesh: Mesh) -> Iterator[Steps]:

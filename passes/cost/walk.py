@@ -150,9 +150,9 @@ def _weight_share(context: OpContext, choices: Sequence[Choice], statement: Comp
 def _redistribution(statement: Redistribution, costs: StepCosts, recompute: str) -> BlockSeconds:
     size, gradient_size, joint = statement.type.dtype.itemsize, statement.gradient_itemsize, statement.exchanged
     steps = statement.steps[len(joint) :]
-    forward, backward = costs.total(steps, size, statement.joined), 0.0
+    forward, backward = costs.total(steps, size, statement.sharing), 0.0
     if statement.gradient:
-        backward = costs.total([step.backward for step in steps], gradient_size, statement.joined)
+        backward = costs.total([step.backward for step in steps], gradient_size, statement.sharing)
     if statement.parameter and not statement.inline:
         exchange = costs.joint_total(joint, size)
         if statement.gradient:

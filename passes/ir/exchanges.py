@@ -19,6 +19,11 @@ class Sharing(NamedTuple):
     all_reduce: int = 1
     other: int = 1
 
+    @property
+    def by_unit(self) -> "Sharing":
+        """The numbers where all-reduces are those of one unit, as its other collectives are."""
+        return Sharing(self.other, self.other)
+
 
 # No tensors share a collective.
 ALONE = Sharing()

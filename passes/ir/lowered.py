@@ -99,6 +99,12 @@ class Redistribution:
         return (self.source,)
 
     @property
+    def sharing(self) -> Sharing:
+        """The numbers of tensors that share each of its collectives: only gradients of parameters that are read as they
+        are stored are reduced with those of other units."""
+        return self.joined.by_unit if any(step.moves for step in self.steps) else self.joined
+
+    @property
     def exchanged(self) -> tuple[RedistributionStep, ...]:
         """The all-to-alls that make the copy which an FSDP unit gathers (see `FSDPUnit.turned`). They run once before a
         forward pass, for all parameters together."""

@@ -29,5 +29,5 @@ def _of_change(change: Redistribution, costs: StepCosts) -> Redistribution:
     by_unit, own = change.steps[: change.unit_steps], change.steps[change.unit_steps :]
     gradient_size = change.gradient_itemsize if change.gradient else None
     return replace(
-        change, steps=(*by_unit, *costs.cheapest_steps(own, change.type.dtype.itemsize, gradient_size, change.joined))
+        change, steps=(*by_unit, *costs.cheapest_steps(own, change.type.dtype.itemsize, gradient_size, change.sharing))
     )

@@ -24,21 +24,28 @@ def connect(
     found.ops()
     found.carries()
     found.outputs()
-    return found.edges, found.groups if overlaps else _joined(found.groups)
+    return found.edges, found.groups if overlaps else share_collectives(found.groups)
 
 
-def _joined(groups: Sequence[EdgeGroup]) -> list[EdgeGroup]:
+def share_collectives(groups: Sequence[EdgeGroup]) -> list[EdgeGroup]:
     """`groups`, where the parameters of one block are gathered together, and the gradients of all parameters reduced in
-    batches (`autopar.runtime.fsdp.reductions`)."""
+    batches (`autopar.runtime.fsdp.reductions`), but for those of units that cast them."""
     parameters = [group for group in groups if group.parameter]
     in_block = Counter(group.block for group in parameters)
-    reduced = [group for group in parameters if group.gradient]
+    reduced = [group for group in parameters if group.gradient and not _is_cast(group)]
     size = sum(group.count * prod(group.type.shape) * group.gradient_itemsize for group in reduced)
     in_batch = sum(group.count for group in reduced) // max(size // REDUCTION_BYTES, 1)
-    return [
-        replace(group, joined=Sharing(max(in_batch, 1), in_block[group.block])) if group.parameter else group
-        for group in groups
-    ]
+
+    def joined(group: EdgeGroup) -> Sharing:
+        found = Sharing(max(in_batch, 1), in_block[group.block])
+        return found.by_unit if _is_cast(group) else found
+
+    return [replace(group, joined=joined(group)) if group.parameter else group for group in groups]
+
+
+def _is_cast(group: EdgeGroup) -> bool:
+    """Whether gradients of a parameter are reduced in another dtype than its own."""
+    return group.gradient and group.gradient_itemsize != group.type.dtype.itemsize
 
 
 @dataclass

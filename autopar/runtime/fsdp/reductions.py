@@ -8,7 +8,7 @@ each reduction.
 
 NCCL reduces several tensors in one launch, in place. gloo would copy them into one tensor, and out of it again; so they
 are put together here, and reduced gradients are views of the tensor that was sent. Its threads share the cores with the
-backward pass, so nothing is gained by an early start: gradients of several units wait until they fill a batch.
+backward pass, so little is gained by an early start: gradients of several units wait until they fill a batch.
 """
 
 import warnings
