@@ -88,12 +88,13 @@ def described_device(device: torch.device) -> LocalDevice | None:
     """The accelerator `device` for comparison with those of other ranks; None for what ranks may share, as the CPU."""
     if device.type != "cuda":
         return None
-    host = socket.gethostname()
+    # NCCL tells hosts apart by the variable where it is set, and runs no two ranks of one host on one device.
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
     # A launcher may show each rank another device under the number 0, so numbers alone say nothing.
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    identity = str(uuid) if uuid is not None else f"{host} {visible} {device.index}"
-    # NCCL runs no two ranks on one device; with gloo that is a way to try things out on a machine that has only one.
+    identity = f"{host} {uuid if uuid is not None else f'{visible} {device.index}'}"
+    # With gloo two ranks on one device are a way to try things out on a machine that has only one.
     only_one = torch.cuda.device_count() == 1 and "nccl" not in dist.get_backend_config()
     return LocalDevice(str(device), host, identity, only_one)
 

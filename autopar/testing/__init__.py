@@ -103,11 +103,13 @@ def assert_equivalent(
     example_inputs: Mapping[str, object] | tuple[object, ...] | None = None,
     dtype: torch.dtype = torch.float64,
     rtol: float = 1e-9,
+    device_type: str = "cpu",
     **options: object,
 ) -> Comparison:
     """Compare a model with its parallelized self: outputs, loss, and the gradient of every parameter.
 
-    Gloo ranks on this machine run it on `mesh` (by default {"dp": 2, "tp": 2}), in `dtype`. What the model casts to
+    Ranks on this machine run it on `mesh` (by default {"dp": 2, "tp": 2}), in `dtype`, on devices of `device_type`:
+    "cpu" with gloo or "cuda" with NCCL. What the model casts to
     float32 is lifted to `dtype` on both sides; a second comparison leaves these casts and uses float32 tolerances.
     `options` go to `autopar.parallelize`; without a cluster among them links cost nothing ("ideal"), so that all is
     split that can be. Without `example_inputs` a Hugging Face model gets random ones. Prints the worst tensor, and
@@ -131,7 +133,7 @@ def assert_equivalent(
     _refuse_random(copy.deepcopy(model).to(dtype), _cast(inputs, dtype), objective, options)
     comparisons: list[Comparison] = []
     for lifted, tolerance in ((True, rtol), (False, max(rtol, _FLOAT32_TOLERANCE))):
-        comparison = compare(model, sizes, inputs, dtype, lifted=lifted, **options)
+        comparison = compare(model, sizes, inputs, dtype, lifted=lifted, device_type=device_type, **options)
         print(f"{type(model).__name__} on {sizes}{'' if lifted else ', float32 inside'}: {comparison}")
         comparisons.append(comparison)
         name, error = comparison.worst
@@ -151,9 +153,10 @@ def compare(
     dtype: torch.dtype = torch.float64,
     *,
     lifted: bool = True,
+    device_type: str = "cpu",
     **options: object,
 ) -> Comparison:
-    """Run `model` and its parallelized self on gloo ranks, without dropout, and return all errors.
+    """Run `model` and its parallelized self on ranks of this machine, without dropout, and return all errors.
 
     A model in evaluation is compared in evaluation. With `lifted` what the model casts to float32 is lifted to `dtype`
     on both sides.
@@ -162,7 +165,8 @@ def compare(
     stream = io.BytesIO()
     torch.save((model, inputs), stream, pickle_module=_Pickling)
     lift = dtype if lifted else None
-    return run_ranks(_compare_on_rank, prod(mesh.values()), stream.getvalue(), dict(mesh), lift, options)[0]
+    given = stream.getvalue(), dict(mesh), lift, device_type, options
+    return run_ranks(_compare_on_rank, prod(mesh.values()), *given, device_type=device_type)[0]
 
 
 class _Pickling:
@@ -237,12 +241,17 @@ def _cast(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]
 
 
 def _compare_on_rank(
-    payload: bytes, mesh: Mapping[str, int], lifted: torch.dtype | None, options: Mapping[str, object]
+    payload: bytes,
+    mesh: Mapping[str, int],
+    lifted: torch.dtype | None,
+    device_type: str,
+    options: Mapping[str, object],
 ) -> Comparison:
     """Compare the models on one rank."""
-    model, inputs = torch.load(io.BytesIO(payload), weights_only=False)
+    device = torch.device(device_type)
+    model, inputs = torch.load(io.BytesIO(payload), map_location=device, weights_only=False)
     _known_to_transformers(model)
-    device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    device_mesh = init_device_mesh(device_type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     return compare_on_mesh(model, device_mesh, inputs, lifted, **options)
 
 
@@ -384,7 +393,7 @@ def _backward(output: object) -> None:
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         generator = torch.Generator().manual_seed(0)
         weighted = (
-            (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
+            (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype).to(whole.device)).sum()
             for whole in map(_whole, leaves)
         )
         loss = sum(weighted, torch.zeros(()))

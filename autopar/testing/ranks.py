@@ -1,4 +1,4 @@
-"""Run a function on several ranks of this machine, over gloo."""
+"""Run a function on several ranks of this machine: on CPUs over gloo, or on CUDA devices over NCCL."""
 
 import contextlib
 import gc
@@ -55,8 +55,13 @@ class RankError(RuntimeError):
     """A rank raised, died or did not finish in time; the message contains the error of each."""
 
 
-def run_ranks(function: Callable[..., T], ranks: int, *args: object, timeout: float = 300.0) -> list[T]:
-    """Call `function(*args)` on `ranks` processes that form a gloo process group; returns their results in rank order.
+def run_ranks(
+    function: Callable[..., T], ranks: int, *args: object, timeout: float = 300.0, device_type: str = "cpu"
+) -> list[T]:
+    """Call `function(*args)` on `ranks` processes that form a process group; returns their results in rank order.
+
+    On "cpu" the group is gloo's. On "cuda" each rank has a device, in turn, and the group is NCCL's, with gloo for CPU
+    tensors; more ranks than devices share them, to try things out: their messages go through sockets.
 
     Function, arguments and results must pickle. Processes come from a fork server that has torch loaded. The function
     is called once all ranks are connected; ranks that cannot connect (gloo refuses a connection now and then on a busy
@@ -65,7 +70,7 @@ def run_ranks(function: Callable[..., T], ranks: int, *args: object, timeout: fl
     Raises RankError if a rank raises or dies, or if they have not all connected and finished after `timeout` seconds;
     none is left running.
     """
-    results: list[T] = run_connected(connect, ranks, pickle.dumps((function, args)), timeout)
+    results: list[T] = run_connected(_CONNECT[device_type], ranks, pickle.dumps((function, args)), timeout)
     return results
 
 
@@ -178,6 +183,25 @@ def connect(rank: int, ranks: int, folder: str) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store")
+
+
+def connect_devices(rank: int, ranks: int, folder: str) -> None:
+    """The same, on a CUDA device."""
+    import torch
+    import torch.distributed as dist
+
+    devices = torch.cuda.device_count()
+    torch.cuda.set_device(rank % devices)
+    if ranks > devices:
+        # NCCL refuses two ranks of one host on one device. Ranks that are on several hosts, as far as it knows, reach
+        # each other through sockets.
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", rank=rank, world_size=ranks, init_method=f"file://{folder}/store"
+    )
+
+
+_CONNECT: Mapping[str, Callable[[int, int, str], None]] = {"cpu": connect, "cuda": connect_devices}
 
 
 def _call(function: Callable[..., T], args: Sequence[object]) -> T:

@@ -28,9 +28,9 @@ def test_a_device_that_is_the_only_one_may_be_shared() -> None:
 @pytest.mark.parametrize(
     ("uuids", "visible", "backend", "expected"),
     [
-        (True, 2, "cpu:gloo,cuda:nccl", LocalDevice("cuda:1", "node", "GPU-1", False)),
-        (True, 1, "cpu:gloo,cuda:nccl", LocalDevice("cuda:1", "node", "GPU-1", False)),
-        (True, 1, "cpu:gloo,cuda:gloo", LocalDevice("cuda:1", "node", "GPU-1", True)),
+        (True, 2, "cpu:gloo,cuda:nccl", LocalDevice("cuda:1", "node", "node GPU-1", False)),
+        (True, 1, "cpu:gloo,cuda:nccl", LocalDevice("cuda:1", "node", "node GPU-1", False)),
+        (True, 1, "cpu:gloo,cuda:gloo", LocalDevice("cuda:1", "node", "node GPU-1", True)),
         (False, 2, "cpu:gloo,cuda:nccl", LocalDevice("cuda:1", "node", "node 0,1 1", False)),
     ],
 )
@@ -49,6 +49,22 @@ def test_devices_are_told_apart(
     ):
         assert described_device(local_device("cuda")) == expected
     assert described_device(local_device("cpu")) is None
+
+
+def test_hosts_are_told_apart_as_nccl_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL runs ranks on one device that are on several hosts, as far as it knows."""
+    properties, found = SimpleNamespace(uuid="GPU-1"), []
+    for host in ("a", "b"):
+        monkeypatch.setenv("NCCL_HOSTID", host)
+        with (
+            mock.patch("torch.cuda.get_device_properties", return_value=properties),
+            mock.patch("torch.cuda.device_count", return_value=1),
+            mock.patch("torch.distributed.get_backend_config", return_value="cpu:gloo,cuda:nccl"),
+        ):
+            found.append(described_device(torch.device("cuda", 0)))
+    refuse_shared_devices(found)
+    with pytest.raises(autopar.MeshError, match="ranks 0 and 1 of the mesh both run on cuda:0 of the host 'a'"):
+        refuse_shared_devices([found[0], found[0]])
 
 
 def test_all_ranks_are_told_of_a_device_that_two_run_on() -> None:

@@ -1,0 +1,208 @@
+"""The kernels of attention on a CUDA device: which one torch runs, what it keeps, and what those in blocks compute."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from autopar.runtime.generated.attention import blockwise_attention
+from autopar.runtime.generated.attention_kernels import (
+    EFFICIENT,
+    FLASH,
+    PLAIN,
+    Kernel,
+    Scores,
+    Three,
+    kernel_of,
+)
+from autopar.runtime.generated.digits import places
+from passes.rules import local_forms
+from passes.rules.local_forms import attention_kernel, attention_workspace
+from tests.autopar.runtime.generated.splits import SPLITS, ranks
+
+BATCH, LENGTH = 2, 96
+# The kernels of `attention_kernel` by those that torch names; cuDNN's keeps what flash attention does.
+KERNELS = {
+    SDPBackend.MATH.value: local_forms.Kernel.MATH,
+    SDPBackend.FLASH_ATTENTION.value: local_forms.Kernel.FLASH,
+    SDPBackend.EFFICIENT_ATTENTION.value: local_forms.Kernel.EFFICIENT,
+    SDPBackend.CUDNN_ATTENTION.value: local_forms.Kernel.FLASH,
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, device="cuda")
+
+
+def _three(heads: tuple[int, int], width: int, length: int = LENGTH) -> Three:
+    torch.manual_seed(0)
+    return (
+        _random(BATCH, heads[0], length, width),
+        _random(BATCH, heads[1], length, width),
+        _random(BATCH, heads[1], length, width),
+    )
+
+
+def _error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest error of a tensor, relative to its norm."""
+    return max(
+        float((one.double() - other).norm() / other.norm()) for one, other in zip(got, expected, strict=True)
+    )
+
+
+def _plain(given: Three, rows: Tensor, scores: Scores) -> tuple[Three, Tensor]:
+    """Result, log-sum-exps and gradients in float64."""
+    result, statistics = PLAIN.forward(given, scores)
+    return PLAIN.backward(given, (rows, result, statistics), scores), result
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "added", "tolerance"),
+    [
+        (FLASH, torch.bfloat16, False, 1e-2),
+        (FLASH, torch.float16, False, 2e-3),
+        (EFFICIENT, torch.bfloat16, True, 1e-2),
+        (EFFICIENT, torch.float32, False, 1e-5),
+        (EFFICIENT, torch.float32, True, 1e-5),
+    ],
+)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width", [8, 64, 96, 128])
+def test_kernels(
+    kernel: Kernel, dtype: torch.dtype, added: bool, tolerance: float, heads: tuple[int, int], causal: bool, width: int
+) -> None:
+    """Results, log-sum-exps and gradients against float64."""
+    given = _three(heads, width)
+    mask = _random(BATCH, 1, 1, LENGTH) if added else None
+    scores, gradient = Scores(0.3, causal, mask), _random(*given[0].shape)
+    result, statistics = PLAIN.forward(given, scores)
+    expected = result, statistics, *PLAIN.backward(given, (gradient, result, statistics), scores)
+    query, key, value, cotangent = (each.to(dtype) for each in (*given, gradient))
+    assert kernel_of(query, adds=added) is kernel
+    cast = scores._replace(added=None if mask is None else mask.to(dtype))
+    made, sums = kernel.forward((query, key, value), cast)
+    assert sums.dtype == torch.float32
+    found = made, sums, *kernel.backward((query, key, value), (cotangent, made, sums), cast)
+    assert _error(found, expected) < tolerance
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
+def test_kernels_take_statistics_of_more_keys(heads: tuple[int, int], causal: bool) -> None:
+    """Gradients of a part of the keys, by the log-sum-exps of all: two parts add up to the whole."""
+    given, scores = _three(heads, 64), Scores(0.3)
+    gradient = _random(*given[0].shape)
+    result, statistics = PLAIN.forward(given, scores)
+    expected = PLAIN.backward(given, (gradient, result, statistics), scores)
+    half = LENGTH // 2
+    for kernel, dtype, tolerance in ((FLASH, torch.bfloat16, 1e-2), (EFFICIENT, torch.float32, 1e-5)):
+        rows = (gradient.to(dtype), result.to(dtype), statistics.float())
+        parts = [
+            kernel.backward(
+                (given[0].to(dtype), *(each[:, :, part].to(dtype) for each in given[1:])), rows, scores
+            )
+            for part in (slice(0, half), slice(half, None))
+        ]
+        queries = parts[0][0].double() + parts[1][0].double()
+        keys, values = (torch.cat([parts[0][place], parts[1][place]], 2) for place in (1, 2))
+        assert _error((queries, keys, values), expected) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("split", ["plain", "stripes", "two axes"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"causal": False},
+        {"causal": True, "window": (30, 0)},
+        {"causal": True, "mask": True},
+        {"causal": True, "documents": True},
+    ],
+    ids=["causal", "full", "a window", "padding", "documents"],
+)
+def test_parts_equal_the_whole(options: dict[str, object], split: str, dtype: torch.dtype) -> None:
+    """A part of the queries after the other, in blocks, against all queries with a mask in float64."""
+    given = tuple(each.requires_grad_() for each in _three((4, 2), 64))
+    cotangent = _random(*given[0].shape)
+    place = torch.arange(LENGTH, device="cuda")
+    mask = (place[:, None] >= place) if options["causal"] else torch.ones(LENGTH, LENGTH, device="cuda").bool()
+    mask = mask[None, None]
+    if "window" in options:
+        mask = mask & (place[:, None] - place <= 30)
+    given_options = dict(options)
+    if options.get("mask"):
+        row = torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.bool, device="cuda")
+        row[0, ..., 80:] = False
+        mask, given_options["mask"] = mask & row, row
+    numbers = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device="cuda")
+    numbers[0, 50:], numbers[1, 20:] = 1, 1
+    if options.get("documents"):
+        mask = mask & (numbers[:, None, :, None] == numbers[:, None, None])
+    whole = scaled_dot_product_attention(*given, mask, enable_gqa=True, scale=0.3)
+    expected = [whole.detach(), *torch.autograd.grad(whole, given, cotangent)]
+    own = [each.detach().to(dtype).requires_grad_() for each in given]
+    found = [torch.zeros_like(each) for each in expected]
+    every = ranks(SPLITS[split])
+    for digits in every:
+        there = torch.from_numpy(places(LENGTH // len(every), LENGTH, digits)).cuda()
+        if options.get("documents"):
+            given_options["documents"] = numbers[:, None, there, None], numbers[:, None, None]
+        part = blockwise_attention(own[0][:, :, there], *own[1:], digits=digits, scale=0.3, **given_options)
+        found[0][:, :, there] = part.detach().double()
+        gradients = torch.autograd.grad(part, own, cotangent[:, :, there].to(dtype))
+        for gradient, more in zip(found[1:], gradients, strict=True):
+            gradient += more.double()
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}[dtype]
+    assert _error(found, expected) < tolerance
+
+
+def _cases() -> list[tuple[torch.dtype, tuple[int, int], tuple[int, int], bool, float]]:
+    return list(
+        product(
+            DTYPES, [(4, 4), (4, 2)], [(64, 64), (128, 128), (256, 256), (264, 264), (64, 32)], [False, True], [0.0, 0.1]
+        )
+    )
+
+
+@pytest.mark.parametrize(("dtype", "heads", "widths", "masked", "dropout"), _cases())
+def test_torch_runs_the_kernel_that_is_planned(
+    dtype: torch.dtype, heads: tuple[int, int], widths: tuple[int, int], masked: bool, dropout: float
+) -> None:
+    """And keeps for the backward pass what is planned."""
+    torch.manual_seed(0)
+    shapes = ((2, heads[0], 256, widths[0]), (2, heads[1], 256, widths[0]), (2, heads[1], 256, widths[1]))
+    query, key, value = (torch.randn(shape, dtype=dtype, device="cuda", requires_grad=True) for shape in shapes)
+    mask = torch.randn(2, 1, 256, 256, dtype=dtype, device="cuda") if masked else None
+    grouped = heads[0] != heads[1]
+    run = torch._fused_sdp_choice(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=not masked, enable_gqa=grouped
+    )
+    planned = attention_kernel("cuda", dtype, shapes, masked=masked, dropout=dropout > 0)
+    assert KERNELS[run] is planned, SDPBackend(run)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = scaled_dot_product_attention(
+            query, key, value, mask, dropout, not masked, enable_gqa=grouped
+        )
+    shared = {tensor.untyped_storage().data_ptr() for tensor in (query, key, value, result)}
+    if mask is not None:
+        shared.add(mask.untyped_storage().data_ptr())
+    measured = sum(size for place, size in kept.items() if place not in shared)
+    saved, _ = attention_workspace(planned, dtype, shapes, mask=0, dropout=dropout > 0)
+    if planned is local_forms.Kernel.MATH and result.untyped_storage().data_ptr() not in kept:
+        measured -= result.numel() * result.element_size()
+    # Seeds of dropout are a few bytes; a statistic per query is kept for multiples of 32 queries.
+    assert saved == pytest.approx(measured, rel=0.02, abs=64)
