@@ -196,9 +196,7 @@ def connect_devices(rank: int, ranks: int, folder: str) -> None:
         # NCCL refuses two ranks of one host on one device. Ranks that are on several hosts, as far as it knows, reach
         # each other through sockets.
         os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", rank=rank, world_size=ranks, init_method=f"file://{folder}/store"
-    )
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=ranks, init_method=f"file://{folder}/store")
 
 
 _CONNECT: Mapping[str, Callable[[int, int, str], None]] = {"cpu": connect, "cuda": connect_devices}

@@ -51,9 +51,7 @@ def _three(heads: tuple[int, int], width: int, length: int = LENGTH) -> Three:
 
 def _error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest error of a tensor, relative to its norm."""
-    return max(
-        float((one.double() - other).norm() / other.norm()) for one, other in zip(got, expected, strict=True)
-    )
+    return max(float((one.double() - other).norm() / other.norm()) for one, other in zip(got, expected, strict=True))
 
 
 def _plain(given: Three, rows: Tensor, scores: Scores) -> tuple[Three, Tensor]:
@@ -105,9 +103,7 @@ def test_kernels_take_statistics_of_more_keys(heads: tuple[int, int], causal: bo
     for kernel, dtype, tolerance in ((FLASH, torch.bfloat16, 1e-2), (EFFICIENT, torch.float32, 1e-5)):
         rows = (gradient.to(dtype), result.to(dtype), statistics.float())
         parts = [
-            kernel.backward(
-                (given[0].to(dtype), *(each[:, :, part].to(dtype) for each in given[1:])), rows, scores
-            )
+            kernel.backward((given[0].to(dtype), *(each[:, :, part].to(dtype) for each in given[1:])), rows, scores)
             for part in (slice(0, half), slice(half, None))
         ]
         queries = parts[0][0].double() + parts[1][0].double()
@@ -167,7 +163,11 @@ def test_parts_equal_the_whole(options: dict[str, object], split: str, dtype: to
 def _cases() -> list[tuple[torch.dtype, tuple[int, int], tuple[int, int], bool, float]]:
     return list(
         product(
-            DTYPES, [(4, 4), (4, 2)], [(64, 64), (128, 128), (256, 256), (264, 264), (64, 32)], [False, True], [0.0, 0.1]
+            DTYPES,
+            [(4, 4), (4, 2)],
+            [(64, 64), (128, 128), (256, 256), (264, 264), (64, 32)],
+            [False, True],
+            [0.0, 0.1],
         )
     )
 
@@ -194,9 +194,7 @@ def test_torch_runs_the_kernel_that_is_planned(
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = scaled_dot_product_attention(
-            query, key, value, mask, dropout, not masked, enable_gqa=grouped
-        )
+        result = scaled_dot_product_attention(query, key, value, mask, dropout, not masked, enable_gqa=grouped)
     shared = {tensor.untyped_storage().data_ptr() for tensor in (query, key, value, result)}
     if mask is not None:
         shared.add(mask.untyped_storage().data_ptr())

@@ -78,9 +78,7 @@ CASES: Mapping[str, Case] = {
     "ring in single precision": Case(llama, _SQUARE, _methods(dp="ring", tp="ring@2"), dtype=_SINGLE),
     "ring beside heads": Case(qwen3, _SQUARE, _methods(dp="ring", tp="heads"), dtype=_SINGLE),
     "queries": Case(gpt2, _SQUARE, _methods(dp="queries", tp="queries@2"), dtype=_SINGLE),
-    "stripes with padding": Case(
-        llama, {"cp": 2}, _methods(cp="ring@8"), lambda: tokens(padding=True), dtype=_SINGLE
-    ),
+    "stripes with padding": Case(llama, {"cp": 2}, _methods(cp="ring@8"), lambda: tokens(padding=True), dtype=_SINGLE),
     "documents in a ring": Case(llama, {"cp": 2}, _methods(cp="ring"), _packed, dtype=_SINGLE),
     "windows in a ring": Case(mistral, {"cp": 2}, _methods(cp="ring"), dtype=_SINGLE),
     "stages": Case(llama, {"pp": 2, "dp": 2}),

@@ -35,7 +35,7 @@ def _waits(sizes: tuple[int, ...], recompute: str) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
         torch.cuda.set_sync_debug_mode("default")
-    return [str(item.message) for item in caught if "synchroniz" in str(item.message)]
+    return [str(item.message) for item in caught if "called a synchronizing" in str(item.message)]
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (2, 2)])
