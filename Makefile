@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-pipeline test nightly bench overhead coverage lint types format clean
+.PHONY: demo demo-pipeline test nightly cuda bench overhead coverage lint types format clean
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
@@ -19,6 +19,9 @@ test: $(STAMP)
 
 nightly: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --durations=30 -m "slow or not slow"
+
+cuda: $(STAMP)
+	$(RUN) -m pytest -q tests/autopar/cuda
 
 bench: $(STAMP)
 	$(RUN) benchmarks/planning.py
