@@ -160,13 +160,14 @@ class Programs:
 
     def _stage(self, loaded: LoadedProgram, manager: FSDPManager) -> RunnableStage:
         program, held = loaded.program, loaded.program.held
-        given = {given_name(name): value.to(self._device) for name, value in tensors_among(program.constants).items()}
-        tensors = {**program.tensors, **given}
+        given = {given_name(name): value for name, value in tensors_among(program.constants).items()}
+        # A model on an accelerator may have numbers as tensors of the CPU, which eager torch mixes with others.
+        constants = {name: value.to(self._device) for name, value in {**program.tensors, **given}.items()}
         view = manager.view(self._root, held)
         parameters = self._parameters.read(view, program.local)
         groups, around = manager.groups(held), manager.around_copies(held)
         axes = axes_of(self._mesh, sorted(program.spans))
-        instance = loaded.kind(view, axes, self._device, tensors, self._random, groups, around)
+        instance = loaded.kind(view, axes, self._device, constants, self._random, groups, around)
         return RunnableStage(program, instance, parameters, manager)
 
 
