@@ -122,8 +122,12 @@ class GraphWriter:
 
     def call(self, node: torch.fx.Node, known: dict[torch.fx.Node, object]) -> object:
         """Write one call; returns a reference or a list of them. A number that follows from sizes needs no op."""
-        if self.symbols.knows(node.meta.get("val")):
-            return self.symbols.written(node.meta["val"])
+        value = node.meta.get("val")
+        if self.symbols.knows(value):
+            return self.symbols.written(value)
+        if isinstance(value, (bool, int, float)):
+            # Some versions of torch leave calls in a trace whose results it knows, such as that of a size.
+            return value
         args = tuple(_known(item, known) for item in node.args)
         kwargs = {name: _known(item, known) for name, item in node.kwargs.items()}
         if node.target is operator.getitem:
@@ -148,7 +152,8 @@ class GraphWriter:
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         results = []
         for item in (item for item in values if item is not None):
-            assert isinstance(item, torch.Tensor), "a trace has no numbers that depend on data"
+            if not isinstance(item, torch.Tensor):
+                raise self.refusal(node, f"{target} returns {item!r}, which is no tensor")
             results.append(self.name(schema_of(target).name.split("::")[1]))
             self.types[results[-1]] = self.type(item)
         if _copies(target, node):
