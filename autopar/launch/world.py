@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.runtime.ranks.agreement import Agreement, together
 from autopar.runtime.ranks.groups import ranks_of, take_job_timeout
 from passes.cost.cluster import Cluster
-from passes.ir.errors import MeshError
+from passes.ir.errors import ClusterError, MeshError
 from passes.ir.mesh import Mesh
 
 
@@ -79,6 +79,12 @@ class LocalDevice:
     shareable: bool
 
 
+def check_device_type(device_type: str) -> None:
+    """Raise ClusterError where this process has no device of `device_type`."""
+    if device_type not in ("cpu", "cuda") or (device_type == "cuda" and not torch.cuda.is_available()):
+        raise ClusterError(f"there is no device {device_type!r} here: give 'cpu', or 'cuda' where there is one")
+
+
 def local_device(device_type: str) -> torch.device:
     """The device that this rank runs on: the current one of the accelerator, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
@@ -93,10 +99,10 @@ def described_device(device: torch.device) -> LocalDevice | None:
     # A launcher may show each rank another device under the number 0, so numbers alone say nothing.
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    identity = f"{host} {uuid if uuid is not None else f'{visible} {device.index}'}"
+    number = f"{visible} {device.index}" if uuid is None else str(uuid)
     # With gloo two ranks on one device are a way to try things out on a machine that has only one.
     only_one = torch.cuda.device_count() == 1 and "nccl" not in dist.get_backend_config()
-    return LocalDevice(str(device), host, identity, only_one)
+    return LocalDevice(str(device), host, f"{host} {number}", only_one)
 
 
 def refuse_shared_devices(devices: Sequence[LocalDevice | None]) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import collectives
+from autopar.launch.world import check_device_type
 from autopar.profile.fitting import Shape, fit_attention, fit_line, fit_link, fit_products
 from autopar.runtime.ranks.groups import job_timeout
 from passes.cost.cluster import CLUSTERS, Cluster, Device, Link, cluster_of_device
@@ -90,10 +91,7 @@ def profile(
     Raises ClusterError where the device is not there.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device_type not in ("cuda", "cpu") or (device_type == "cuda" and not torch.cuda.is_available()):
-        raise ClusterError(
-            f"there is no device {device_type!r} to profile here: give 'cpu', or 'cuda' where there is one"
-        )
+    check_device_type(device_type)
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     # The process group that torchrun asks for.

@@ -108,12 +108,11 @@ def assert_equivalent(
 ) -> Comparison:
     """Compare a model with its parallelized self: outputs, loss, and the gradient of every parameter.
 
-    Ranks on this machine run it on `mesh` (by default {"dp": 2, "tp": 2}), in `dtype`, on devices of `device_type`:
-    "cpu" with gloo or "cuda" with NCCL. What the model casts to
-    float32 is lifted to `dtype` on both sides; a second comparison leaves these casts and uses float32 tolerances.
-    `options` go to `autopar.parallelize`; without a cluster among them links cost nothing ("ideal"), so that all is
-    split that can be. Without `example_inputs` a Hugging Face model gets random ones. Prints the worst tensor, and
-    returns the (first) comparison.
+    Ranks on this machine run it on `mesh` (by default {"dp": 2, "tp": 2}), in `dtype`, on devices of `device_type`
+    (see `run_ranks`). What the model casts to float32 is lifted to `dtype` on both sides; a second comparison leaves
+    these casts and uses float32 tolerances. `options` go to `autopar.parallelize`; without a cluster among them links
+    cost nothing ("ideal"), so that all is split that can be. Without `example_inputs` a Hugging Face model gets random
+    ones. Prints the worst tensor, and returns the (first) comparison.
 
     A model in evaluation (`model.eval()`) is compared in evaluation, without gradients where its evaluation has none.
     Dropout is off on both sides in any case.
@@ -156,7 +155,8 @@ def compare(
     device_type: str = "cpu",
     **options: object,
 ) -> Comparison:
-    """Run `model` and its parallelized self on ranks of this machine, without dropout, and return all errors.
+    """Run `model` and its parallelized self on ranks of this machine, without dropout, and return all errors; the ranks
+    have devices of `device_type` (see `run_ranks`).
 
     A model in evaluation is compared in evaluation. With `lifted` what the model casts to float32 is lifted to `dtype`
     on both sides.
@@ -248,8 +248,7 @@ def _compare_on_rank(
     options: Mapping[str, object],
 ) -> Comparison:
     """Compare the models on one rank."""
-    device = torch.device(device_type)
-    model, inputs = torch.load(io.BytesIO(payload), map_location=device, weights_only=False)
+    model, inputs = torch.load(io.BytesIO(payload), map_location=device_type, weights_only=False)
     _known_to_transformers(model)
     device_mesh = init_device_mesh(device_type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     return compare_on_mesh(model, device_mesh, inputs, lifted, **options)

@@ -14,6 +14,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
 from autopar._torch import PRELOADED
+from autopar.launch.world import check_device_type
 
 T = TypeVar("T")
 
@@ -67,9 +68,10 @@ def run_ranks(
     is called once all ranks are connected; ranks that cannot connect (gloo refuses a connection now and then on a busy
     machine) are started again, at most twice.
 
-    Raises RankError if a rank raises or dies, or if they have not all connected and finished after `timeout` seconds;
-    none is left running.
+    Raises ClusterError where there is no device of `device_type`. Raises RankError if a rank raises or dies, or if they
+    have not all connected and finished after `timeout` seconds; none is left running.
     """
+    check_device_type(device_type)
     results: list[T] = run_connected(_CONNECT[device_type], ranks, pickle.dumps((function, args)), timeout)
     return results
 
@@ -186,7 +188,7 @@ def connect(rank: int, ranks: int, folder: str) -> None:
 
 
 def connect_devices(rank: int, ranks: int, folder: str) -> None:
-    """The same, on a CUDA device."""
+    """Join the NCCL process group of `ranks` ranks that meet over a file in `folder`, each with a CUDA device."""
     import torch
     import torch.distributed as dist
 

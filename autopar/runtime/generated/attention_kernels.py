@@ -117,8 +117,8 @@ def _efficient_backward(given: Three, rows: Three, scores: Scores) -> Three:
 
 
 def _by_rows(result: Tensor) -> Tensor:
-    """`result` with the heads of a row next to each other in memory: the kernel's backward pass in half precision takes
-    the strides of the result for those that its forward pass gives it, whatever they are."""
+    """`result` with the heads of a row next to each other in memory. In half precision the kernel's backward pass takes
+    a result for one of its forward pass, which has these strides, whatever strides it has."""
     return result.transpose(1, 2).contiguous().transpose(1, 2)
 
 

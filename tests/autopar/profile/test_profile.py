@@ -96,10 +96,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert cluster.device.bandwidth > 0
     if not torch.cuda.is_available():
         assert main(["profile", "--device", "cuda", "--output", str(path)]) == 1
-        assert capsys.readouterr().err.startswith("autopar: there is no device 'cuda' to profile here: give 'cpu'")
+        assert capsys.readouterr().err.startswith("autopar: there is no device 'cuda' here: give 'cpu'")
 
 
 def test_errors_of_ranks_are_told() -> None:
     """A device that is not there is refused on every rank."""
-    with pytest.raises(RankError, match="no device 'tpu' to profile"):
+    with pytest.raises(RankError, match="no device 'tpu' here"):
         run_ranks(profile, 1, None, "tpu")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.testing.ranks import RankError, connect, run_connected, run_ranks
+from passes.ir.errors import ClusterError
 
 
 def _sum(value: float) -> float:
@@ -48,3 +49,11 @@ def _is_imported(module: str) -> bool:
 def test_what_is_preloaded_is_imported_when_a_rank_starts() -> None:
     """`tests/conftest.py` names it; this module does not import it."""
     assert run_ranks(_is_imported, 2, "tests.architectures") == [True, True]
+
+
+@pytest.mark.parametrize("device_type", ["tpu", "cuda"])
+def test_devices_that_are_not_there_are_refused(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any rank is started."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ClusterError, match=f"there is no device '{device_type}' here: give 'cpu', or 'cuda' where"):
+        run_ranks(int, 1, device_type=device_type)
