@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from autopar.runtime.generated.attention import blockwise_attention
@@ -26,13 +26,15 @@ from passes.rules.local_forms import attention_kernel, attention_workspace
 from tests.autopar.runtime.generated.splits import SPLITS, ranks
 
 BATCH, LENGTH = 2, 96
-# The kernels of `attention_kernel` by those that torch names; cuDNN's keeps what flash attention does.
+# The kernels of `attention_kernel` by those that torch names. cuDNN's has no name of its own there: like flash
+# attention, it keeps a statistic per query and no scores.
 KERNELS = {
     SDPBackend.MATH.value: local_forms.Kernel.MATH,
     SDPBackend.FLASH_ATTENTION.value: local_forms.Kernel.FLASH,
     SDPBackend.EFFICIENT_ATTENTION.value: local_forms.Kernel.EFFICIENT,
     SDPBackend.CUDNN_ATTENTION.value: local_forms.Kernel.FLASH,
 }
+CUDNN = SDPBackend.CUDNN_ATTENTION.value
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -52,12 +54,6 @@ def _three(heads: tuple[int, int], width: int, length: int = LENGTH) -> Three:
 def _error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest error of a tensor, relative to its norm."""
     return max(float((one.double() - other).norm() / other.norm()) for one, other in zip(got, expected, strict=True))
-
-
-def _plain(given: Three, rows: Tensor, scores: Scores) -> tuple[Three, Tensor]:
-    """Result, log-sum-exps and gradients in float64."""
-    result, statistics = PLAIN.forward(given, scores)
-    return PLAIN.backward(given, (rows, result, statistics), scores), result
 
 
 @pytest.mark.parametrize(
@@ -160,8 +156,9 @@ def test_parts_equal_the_whole(options: dict[str, object], split: str, dtype: to
     assert _error(found, expected) < tolerance
 
 
-def _cases() -> list[tuple[torch.dtype, tuple[int, int], tuple[int, int], bool, float]]:
-    return list(
+CHOICES = pytest.mark.parametrize(
+    ("dtype", "heads", "widths", "masked", "dropout"),
+    list(
         product(
             DTYPES,
             [(4, 4), (4, 2)],
@@ -169,38 +166,57 @@ def _cases() -> list[tuple[torch.dtype, tuple[int, int], tuple[int, int], bool, 
             [False, True],
             [0.0, 0.1],
         )
+    ),
+)
+
+
+def _operands(
+    dtype: torch.dtype, heads: tuple[int, int], widths: tuple[int, int], masked: bool
+) -> tuple[Three, Tensor | None]:
+    shapes = ((heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]))
+    query, key, value = (
+        torch.randn(2, count, 256, width, dtype=dtype, device="cuda", requires_grad=True) for count, width in shapes
     )
+    mask = torch.randn(2, 1, 256, 256, dtype=dtype, device="cuda") if masked else None
+    return (query, key, value), mask
 
 
-@pytest.mark.parametrize(("dtype", "heads", "widths", "masked", "dropout"), _cases())
+def _planned(given: Three, masked: bool, dropout: float) -> local_forms.Kernel:
+    shapes = tuple(tuple(each.shape) for each in given)
+    return attention_kernel("cuda", given[0].dtype, shapes, masked=masked, dropout=dropout > 0)
+
+
+@CHOICES
 def test_torch_runs_the_kernel_that_is_planned(
     dtype: torch.dtype, heads: tuple[int, int], widths: tuple[int, int], masked: bool, dropout: float
 ) -> None:
-    """And keeps for the backward pass what is planned."""
-    torch.manual_seed(0)
-    shapes = ((2, heads[0], 256, widths[0]), (2, heads[1], 256, widths[0]), (2, heads[1], 256, widths[1]))
-    query, key, value = (torch.randn(shape, dtype=dtype, device="cuda", requires_grad=True) for shape in shapes)
-    mask = torch.randn(2, 1, 256, 256, dtype=dtype, device="cuda") if masked else None
-    grouped = heads[0] != heads[1]
+    given, mask = _operands(dtype, heads, widths, masked)
     run = torch._fused_sdp_choice(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=not masked, enable_gqa=grouped
+        *given, attn_mask=mask, dropout_p=dropout, is_causal=not masked, enable_gqa=heads[0] != heads[1]
     )
-    planned = attention_kernel("cuda", dtype, shapes, masked=masked, dropout=dropout > 0)
-    assert KERNELS[run] is planned, SDPBackend(run)
+    assert KERNELS[run] is _planned(given, masked, dropout), SDPBackend(run)
+
+
+@CHOICES
+def test_kernels_keep_what_is_planned(
+    dtype: torch.dtype, heads: tuple[int, int], widths: tuple[int, int], masked: bool, dropout: float
+) -> None:
+    """Bytes for the backward pass besides query, key, value and result, by the kernel that is planned."""
+    given, mask = _operands(dtype, heads, widths, masked)
+    kernel = _planned(given, masked, dropout)
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = scaled_dot_product_attention(query, key, value, mask, dropout, not masked, enable_gqa=grouped)
-    shared = {tensor.untyped_storage().data_ptr() for tensor in (query, key, value, result)}
+    (backend,) = (SDPBackend(number) for number, name in KERNELS.items() if name is kernel and number != CUDNN)
+    with sdpa_kernel(backend), saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = scaled_dot_product_attention(*given, mask, dropout, not masked, enable_gqa=heads[0] != heads[1])
     if mask is not None:
-        shared.add(mask.untyped_storage().data_ptr())
-    measured = sum(size for place, size in kept.items() if place not in shared)
-    saved, _ = attention_workspace(planned, dtype, shapes, mask=0, dropout=dropout > 0)
-    if planned is local_forms.Kernel.MATH and result.untyped_storage().data_ptr() not in kept:
-        measured -= result.numel() * result.element_size()
+        kept.pop(mask.untyped_storage().data_ptr(), None)
+    measured = sum(kept.values()) - sum(each.numel() * each.element_size() for each in (*given, result))
+    shapes = tuple(tuple(each.shape) for each in given)
+    saved, _ = attention_workspace(kernel, dtype, shapes, mask=0, dropout=dropout > 0)
     # Seeds of dropout are a few bytes; a statistic per query is kept for multiples of 32 queries.
     assert saved == pytest.approx(measured, rel=0.02, abs=64)

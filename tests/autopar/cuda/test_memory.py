@@ -1,6 +1,7 @@
 """The peak of a step as planned against what the allocator of a CUDA device has counted."""
 
 from collections.abc import Mapping
+from math import prod
 
 import pytest
 import torch
@@ -72,9 +73,6 @@ def _peaks(mesh: Mapping[str, int], options: Mapping[str, object]) -> tuple[floa
 )
 def test_peaks(mesh: dict[str, int], options: dict[str, object]) -> None:
     """Within 3 %."""
-    ranks = 1
-    for size in mesh.values():
-        ranks *= size
-    for predicted, measured in run_ranks(_peaks, ranks, mesh, options, device_type="cuda"):
+    for predicted, measured in run_ranks(_peaks, prod(mesh.values()), mesh, options, device_type="cuda"):
         print(f"peak on {mesh}, {options}: {predicted / 2**20:.1f} MiB planned, {measured / 2**20:.1f} MiB allocated")
         assert predicted == pytest.approx(measured, rel=0.03)

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from datetime import timedelta
+from math import prod
 
 import pytest
 import torch
@@ -21,9 +21,9 @@ def _batch() -> dict[str, Tensor]:
     return {name: tensor.cuda() for name, tensor in tokens().items()}
 
 
-def _waits(sizes: tuple[int, ...], recompute: str) -> list[str]:
-    """The warnings of steps that waited for the device, but for the first two of which values are compared."""
-    mesh = init_device_mesh("cuda", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+def _waits(sizes: dict[str, int], recompute: str) -> list[str]:
+    """The warnings of steps that waited for the device, but for the first three: values are compared there."""
+    mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     module = autopar.parallelize(llama().cuda(), mesh, _batch(), cluster="ideal", recompute=recompute)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
     batch = _batch()
@@ -38,11 +38,11 @@ def _waits(sizes: tuple[int, ...], recompute: str) -> list[str]:
     return [str(item.message) for item in caught if "called a synchronizing" in str(item.message)]
 
 
-@pytest.mark.parametrize("sizes", [(1,), (2,), (2, 2)])
+@pytest.mark.parametrize("sizes", [{"dp": 1}, {"dp": 2}, {"dp": 2, "tp": 2}])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_steps_do_not_wait_for_the_device(sizes: tuple[int, ...], recompute: str) -> None:
+def test_steps_do_not_wait_for_the_device(sizes: dict[str, int], recompute: str) -> None:
     """Forward, backward and optimizer."""
-    count = sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
+    count = prod(sizes.values())
     assert run_ranks(_waits, count, sizes, recompute, device_type="cuda") == [[]] * count
 
 
@@ -127,6 +127,5 @@ def _dying() -> str:
 
 def test_a_rank_that_dies_is_told() -> None:
     """The other one does not finish as if nothing had been."""
-    began = timedelta(seconds=120)
     with pytest.raises(RankError, match="died with exit code 3"):
-        run_ranks(_dying, 2, timeout=began.total_seconds(), device_type="cuda")
+        run_ranks(_dying, 2, timeout=120.0, device_type="cuda")
