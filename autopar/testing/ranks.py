@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, TypeVar
 
 from autopar._torch import PRELOADED
@@ -41,6 +41,16 @@ def preload(*modules: str) -> None:
     Called before ranks are started for the first time; later it changes nothing. Modules that are missing are skipped.
     """
     _preloaded.extend(modules)
+
+
+def fork_server() -> ForkServerContext:
+    """The context whose processes start with the preloaded modules.
+
+    A process has one fork server, with the modules of whoever starts it first: all that start ranks take it from here.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_preloaded)
+    return context
 
 
 # Seconds that the other ranks get to say something once one has failed, and to leave once all are done.
@@ -104,8 +114,7 @@ def _started(
     connect: Callable[[int, int, str], None], ranks: int
 ) -> Iterator[tuple[list[Connection], list[ForkServerProcess]]]:
     """Processes that connect to each other, with a pipe to each; none is left running at the end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_preloaded)
+    context = fork_server()
     pipes: list[Connection] = []
     processes: list[ForkServerProcess] = []
     with tempfile.TemporaryDirectory(prefix="autopar-ranks-") as folder:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from autopar.testing.ranks import RankError, connect, run_connected, run_ranks
 from passes.ir.errors import ClusterError
+from tests.passes.rules.ranks import ranks
 
 
 def _sum(value: float) -> float:
@@ -49,6 +50,11 @@ def _is_imported(module: str) -> bool:
 def test_what_is_preloaded_is_imported_when_a_rank_starts() -> None:
     """`tests/conftest.py` names it; this module does not import it."""
     assert run_ranks(_is_imported, 2, "tests.architectures") == [True, True]
+
+
+def test_the_fork_server_of_rules_has_what_is_preloaded() -> None:
+    """Tests of rules keep ranks of their own, which may be the first that a process starts."""
+    assert ranks(2).run(_is_imported, "tests.architectures") == [True, True]
 
 
 @pytest.mark.parametrize("device_type", ["tpu", "cuda"])

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import multiprocessing
 import pickle
 import tempfile
 import traceback
@@ -14,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from autopar.testing.ranks import fork_server
+
 T = TypeVar("T")
 
 _SECONDS = 300.0
@@ -23,8 +24,7 @@ class Pool:
     """`count` processes that form a gloo process group."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "autopar"])
+        context = fork_server()
         self.folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         self.pipes: list[Connection] = []
         self.processes = []
