@@ -234,7 +234,7 @@ def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy,
         converted = sum(prod(shape) for type, shape in masks if type.dtype is torch.bool)
         dropout = bool(context.op.arguments["dropout_p"])
         dtype = context.operands[0].dtype
-        return attention_workspace(attention.kernel, dtype, attention.operands, mask=converted, dropout=dropout)
+        return attention_workspace(attention.kernel, dtype, attention.operands, device, mask=converted, dropout=dropout)
     operands = [prod(shape) * type.dtype.itemsize for shape, type in zip(shapes, context.operands, strict=True)]
     backward = TEMPORARIES.get(context.op.kind, 0.0) * operands[0]
     whole = context.results[0]

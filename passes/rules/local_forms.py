@@ -57,12 +57,13 @@ def attention_kernel(
 
 
 def attention_workspace(
-    kernel: Kernel, dtype: torch.dtype, operands: tuple[Shape, ...], *, mask: int, dropout: bool
+    kernel: Kernel, dtype: torch.dtype, operands: tuple[Shape, ...], device: str, *, mask: int, dropout: bool
 ) -> tuple[float, float]:
     """Bytes that autograd saves besides query, key, value and result, and bytes of temporaries of the backward pass.
 
     A fused kernel saves a statistic per query, and a mask of `mask` numbers. Without one, operands, scores and their
-    gradients are at least in single precision, and the result is not saved; dropout saves its own mask and result.
+    gradients are at least in single precision, and the result is not saved; dropout saves its own result and mask,
+    on CUDA in bytes.
     """
     query, key, value = operands[:3]
     if kernel is not Kernel.MATH:
@@ -72,9 +73,9 @@ def attention_workspace(
     scores, rows = keys * query[-2], prod(query[:-1])
     read = (prod(query) + prod(key) + prod(value)) * dtype.itemsize
     wide = itemsize * (prod(query) + keys * (key[-1] + value[-1]))
-    saved, live = (3, 1) if dropout else (1, 2)
+    saved, live = (2 * itemsize + (1 if device == "cuda" else itemsize), 1) if dropout else (itemsize, 2)
     result = rows * value[-1] * dtype.itemsize
-    return saved * scores * itemsize + wide - read - result, live * scores * itemsize - read
+    return saved * scores + wide - read - result, live * scores * itemsize - read
 
 
 class Split(NamedTuple):
@@ -458,9 +459,8 @@ _SOFTMAX = _statistics(R, False, True)
 LOCAL_FORMS: Mapping[str, LocalForm] = {
     "mean": LocalForm(),
     "vocabulary_embedding": LocalForm(workspace=_embedding),
-    # The largest logit, the sum of exponentials and the logit of the label. It saves differences and their
-    # exponentials, of which the rule counts one.
-    "vocabulary_cross_entropy": LocalForm(_statistics(I, False, True, True), workspace=_multiples(1, 1)),
+    # The largest logit, the sum of exponentials and the logit of the label. What it saves the rule counts.
+    "vocabulary_cross_entropy": LocalForm(_statistics(I, False, True, True)),
     SPLIT: _split_loss(SPLIT),
     AT_ONCE: LocalForm(),
     SPLIT_AT_ONCE: _split_loss(SPLIT_AT_ONCE, includes=[AT_ONCE]),

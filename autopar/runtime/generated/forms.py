@@ -5,9 +5,11 @@ Normalization and softmax reduce their statistics over `axes`, those that split 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding
 
 from autopar.runtime.generated.collectives import all_gather, reduce_largest, reduce_sum
@@ -69,15 +71,36 @@ def vocabulary_cross_entropy(
     logits: [tokens, classes of this rank]; target: [tokens]. Each rank reduces its classes; the largest logit, the sum
     of exponentials and the logit of the label are then reduced over the axes (Megatron-LM, arXiv 1909.08053, 3).
     """
-    axes = [axis for axis, _ in digits]
-    shifted = logits - reduce_largest(logits.detach().amax(-1), axes).unsqueeze(-1)
     counted = target != ignore_index
     classes, mine = to_local(torch.where(counted, target, 0), size, digits)
-    total = shifted.exp().sum(-1)
-    picked = torch.where(mine, shifted.gather(-1, classes.unsqueeze(-1)).squeeze(-1), 0.0)
-    total, picked = reduce_sum(total, axes, I), reduce_sum(picked, axes, I)
-    each = torch.where(counted, total.log() - picked, 0.0)
+    axes = [axis for axis, _ in digits]
+    losses: Tensor = _SplitLosses.apply(logits, classes, mine, axes)  # type: ignore[no-untyped-call]
+    each = torch.where(counted, losses, 0.0)
     return each.sum() if summed else each
+
+
+class _SplitLosses(torch.autograd.Function):
+    """The cross entropy of each token, whose class is number `classes` of this rank where it is `mine`. One tensor of
+    the size of the logits is made in each pass: it saves their exponentials."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, classes: Tensor, mine: Tensor, axes: Sequence[Axis]) -> Tensor:
+        """logits: [tokens, classes of this rank]; classes, mine, result: [tokens]."""
+        shifted = logits - reduce_largest(logits.amax(-1), axes).unsqueeze(-1)
+        picked = torch.where(mine, shifted.gather(-1, classes.unsqueeze(-1)).squeeze(-1), 0.0)
+        exponentials = shifted.exp_()
+        total = reduce_sum(exponentials.sum(-1), axes, I)
+        ctx.save_for_backward(exponentials, total, classes, mine)
+        return total.log() - reduce_sum(picked, axes, I)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """gradient: [tokens], the same on every rank of the axes."""
+        exponentials, total, classes, mine = ctx.saved_tensors
+        found = exponentials * (gradient / total).unsqueeze(-1)
+        picked = torch.where(mine, gradient, 0.0).neg()
+        return found.scatter_add_(-1, classes.unsqueeze(-1), picked.unsqueeze(-1)), None, None, None
 
 
 # --- normalization and softmax ---------------------------------------------------------------------------------------
