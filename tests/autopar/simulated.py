@@ -5,20 +5,26 @@ says.
 """
 
 import copy
+import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from math import prod
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._C._profiler import _ExtraFields_Allocation
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
@@ -52,34 +58,87 @@ def predicted_and_measured(
     ranks differ it has most: of a split sequence it attends to all that comes before."""
     settings = Options(**{"cluster": "h100", "memory_limit": 1e15, **options})  # type: ignore[arg-type]
     request = make_request(mesh, settings)
-    planned = plan_model(model, read_model(model, dict(inputs), request), request)
+    with without_values():
+        planned = plan_model(model, read_model(model, dict(inputs), request), request)
     predicted = sum(planned.plan.programs[request.objective].memory.values())
     return int(predicted), measure(model, planned, request, inputs, request.mesh.size - 1), planned
 
 
 @contextmanager
-def _world(size: int, rank: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
+def without_values() -> Iterator[None]:
+    """Plans made in this context are of tensors without values, which autograd never adds in place."""
+    machines = {name: replace(machine, in_place=False) for name, machine in MACHINES.items()}
+    with mock.patch.dict(MACHINES, machines):
         yield
+
+
+@contextmanager
+def _mesh(request: Request, rank: int) -> Iterator[DeviceMesh]:
+    """The mesh of a request as `rank` sees it, with collectives that send nothing."""
+    sizes = request.mesh.sizes
+    dist.init_process_group("fake", rank=rank, world_size=prod(sizes), store=FakeStore())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=request.mesh.names)
+            # Groups are made once, of ranks that have values.
+            axes_of(mesh, range(len(sizes), len(request.mesh.spans)))
+            yield mesh
     finally:
         dist.destroy_process_group()
 
 
 def measure(model: nn.Module, planned: PlannedModel, request: Request, inputs: Mapping[str, object], rank: int) -> int:
     """The most bytes that lie on `rank` during two steps."""
-    sizes = request.mesh.sizes
-    with _world(prod(sizes), rank), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=request.mesh.names)
-        # Groups are made once, of ranks that have values.
-        axes_of(mesh, range(len(sizes), len(request.mesh.spans)))
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            module = _module(model, planned, request, mesh)
-            batch = pytree.tree_map_only(
-                torch.Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype), dict(inputs)
-            )
-            return _steps(module, batch, request)
+    with _mesh(request, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        module = _module(model, planned, request, mesh)
+        batch = pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype), dict(inputs))
+        return _steps(module, batch, request)
+
+
+def predicted_and_allocated(
+    model: nn.Module, mesh: Mapping[str, int], inputs: Mapping[str, Tensor], **options: object
+) -> tuple[int, int]:
+    """Bytes at the peak of a step of `model` (on meta) as planned for CPUs, and as torch's profiler counts them on the
+    last rank, whose tensors have values."""
+    request = make_request(mesh, Options(**{"cluster": "ideal", "memory_limit": 1e15, **options}))  # type: ignore[arg-type]
+    planned = plan_model(model, read_model(model, dict(inputs), request), request)
+    predicted = sum(planned.plan.programs["train"].memory.values())
+    with _mesh(request, request.mesh.size - 1) as devices:
+        module = _module(model, planned, request, devices)
+        optimizer = OPTIMIZERS[request.optimizer](list(module.parameters()), foreach=False)
+
+        def step() -> None:
+            output = module.forward_backward(**inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+            del output
+
+        for _ in range(2):
+            step()
+        states = [leaf for state in optimizer.state.values() for leaf in state.values()]
+        resident: dict[int, int] = {}
+        for tensor in (*module.parameters(), *module.buffers(), *states, *inputs.values()):
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            resident[storage.data_ptr()] = storage.nbytes()
+        return int(predicted), sum(resident.values()) + _allocated(step)
+
+
+def _allocated(step: Callable[[], None]) -> int:
+    """The most bytes that are allocated and not freed at a time while `step` runs."""
+    # What earlier steps left to the garbage collector is not of this one.
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    assert found.profiler is not None
+    changes: list[tuple[int, int]] = []
+    events = list(found.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events += event.children
+        if isinstance(event.extra_fields, _ExtraFields_Allocation):
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return max(accumulate(size for _, size in sorted(changes, key=lambda change: change[0])))
 
 
 def _module(model: nn.Module, planned: PlannedModel, request: Request, mesh: DeviceMesh) -> DistributedModule:

@@ -22,7 +22,7 @@ from autopar.request import Request, make_request
 from passes.capture import capture
 from passes.ir.program import Program
 from passes.search.subproblems import Subproblems
-from tests.autopar.simulated import measure
+from tests.autopar.simulated import measure, without_values
 from tests.models import MODELS, tokens
 
 # Limits for every model: 200 in all.
@@ -92,7 +92,7 @@ def _compiled(name: str, number: int, limit: float, **options: object) -> tuple[
     settings = Options(cluster="ideal", memory_limit=limit, **options)  # type: ignore[arg-type]
     request = make_request(_MESHES[number], settings)
     info = read_model(_model(name), tokens(_BATCH, 8), request)
-    with _quickly(name):
+    with _quickly(name), without_values():
         return plan_model(_model(name), info, request), request
 
 

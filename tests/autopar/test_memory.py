@@ -1,4 +1,5 @@
-"""Planned memory is what torch's MemTracker finds when the generated module runs, byte by byte."""
+"""Planned memory is what the generated module takes when it runs: byte by byte what torch's MemTracker finds on tensors
+without values, of which autograd adds no gradient in place, and what is allocated for tensors with values."""
 
 import random
 from contextlib import ExitStack
@@ -8,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from autopar import Precision
 from autopar.runtime.fsdp import reductions
@@ -18,7 +19,7 @@ from passes.ir.layout import Placement, S
 from passes.ir.mesh import Mesh
 from tests.autopar.comparing import MESHES
 from tests.autopar.fuzzing import random_solution
-from tests.autopar.simulated import predicted_and_measured
+from tests.autopar.simulated import predicted_and_allocated, predicted_and_measured
 from tests.autopar.solving import solved_by
 from tests.autopar.stored import Spy, storage
 from tests.models import MODELS, phi3, tokens
@@ -54,6 +55,48 @@ def test_best_plans(name: str, mesh: str, options: dict[str, object]) -> None:
     """The plan that the solver chooses, in training and inference."""
     training = options.get("objective") != "infer"
     _check(MODELS[name](), mesh, tokens(length=8, labels=training), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("llama", {"dp": 2, "tp": 2}, {}),
+        ("qwen3", {"dp": 2, "tp": 2}, {"recompute": "full"}),
+        pytest.param("llama", {"tp": 2}, {"precision": MIXED}, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"dp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("mistral", {"dp": 2, "tp": 2}, {"recompute": "selective"}, marks=pytest.mark.slow),
+        pytest.param("llama", {"dp": 2}, {"micro_batches": 4, "zero": 1}, marks=pytest.mark.slow),
+        pytest.param("llama", {"dp": 4}, {"zero": 3}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("classes", [64, 1024])
+def test_what_is_allocated(name: str, mesh: dict[str, int], options: dict[str, object], classes: int) -> None:
+    """At the peak in a layer, and at that of the loss. Numbers among operands may be tensors for a moment."""
+    given = {"micro_batches": 1, "recompute": "none", **options}
+    predicted, allocated = predicted_and_allocated(
+        MODELS[name](vocab_size=classes), mesh, tokens(8, 64, classes), **given
+    )
+    assert allocated == pytest.approx(predicted, abs=64)
+
+
+class _Branches(nn.Module):
+    """At its peak, the gradients of two uses of a tensor are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        return (hidden * 2).sum() + (hidden * 3).sum()
+
+
+def test_gradients_are_added_in_place() -> None:
+    batch = {"x": torch.ones(64, 8)}
+    predicted, allocated = predicted_and_allocated(_Branches(), {"dp": 2}, batch, micro_batches=1)
+    assert allocated == pytest.approx(predicted, abs=64)
+    without, tracked, _ = predicted_and_measured(_Branches(), {"dp": 2}, batch, micro_batches=1, cluster="ideal")
+    assert without == tracked > predicted
 
 
 @pytest.mark.parametrize("rank", [0, 1])

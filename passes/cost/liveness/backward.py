@@ -1,5 +1,6 @@
 """The simulated backward pass, in autograd's order: nodes that were created later run first."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from passes.cost.liveness.graph import (
@@ -40,8 +41,8 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Ca
     for root in roots:
         assert root.maker is not None
         form = Form.contiguous(root.form.shape, root.form.dtype)
-        begun.append(Gradient(Storage(ledger, form.bytes, TRANSIENT), form))
-        _give((root.maker, root.slot), begun[-1], ledger)
+        begun.append(Storage(ledger, form.bytes, TRANSIENT))
+        _give((root.maker, root.slot), Gradient(begun[-1], form), ledger)
     nodes.sort(key=lambda node: node.number)
     while nodes:
         node = nodes.pop()
@@ -95,6 +96,7 @@ def _run(node: AutogradNode, ledger: Ledger, prober: Prober, waiting: list[Stora
         waiting += [gradient.storage for gradient in node.gradients.values()]
     passed_on = {given.place for given in profile.given.values()} & set(places)
     lingering: dict[StorageRef, Storage] = {}
+    ungiven = Counter(given.place for given in profile.given.values())
     for event in profile.events:
         if event.what is EventKind.ALLOCATE:
             own[event.index] = Storage(ledger, event.bytes, TRANSIENT)
@@ -125,8 +127,11 @@ def _run(node: AutogradNode, ledger: Ledger, prober: Prober, waiting: list[Stora
         else:
             given = profile.given[event.index]
             edge = node.edges[event.index]
+            ungiven[given.place] -= 1
             if edge is not None:
-                _give(edge, Gradient(_place(given.place, node, own, lingering), given.form), ledger)
+                moved = _give(edge, Gradient(_place(given.place, node, own, lingering), given.form), ledger)
+                if moved and given.place.origin is StorageOrigin.OWN and not ungiven[given.place]:
+                    del own[given.place.index]
     node.gradients.clear()
 
 
@@ -138,11 +143,15 @@ def _place(
     return node.gradients[place.index].storage if place.origin is StorageOrigin.GRADIENT else own[place.index]
 
 
-def _give(edge: Edge, gradient: Gradient, ledger: Ledger) -> None:
-    """Accumulate a gradient of a result: the sum is a new tensor."""
+def _give(edge: Edge, gradient: Gradient, ledger: Ledger) -> bool:
+    """Accumulate a gradient of a result as torch does (`torch/csrc/autograd/input_buffer.cpp`): the next one is added
+    to the first in place, if that is dense and nothing else refers to it, and otherwise the sum is a new tensor.
+    Returns whether it is the first."""
     target, slot = edge
     before = target.incoming if isinstance(target, Leaf) else target.gradients.get(slot)
     if before is not None:
+        if ledger.in_place and before.form.dense and before.is_alone:
+            return False
         form = before.form if not before.form.spread else gradient.form
         if form.spread:
             form = Form.contiguous(form.shape, form.dtype)
@@ -151,6 +160,7 @@ def _give(edge: Edge, gradient: Gradient, ledger: Ledger) -> None:
         target.incoming = gradient
     else:
         target.gradients[slot] = gradient
+    return before is None
 
 
 def _accumulate(leaf: Leaf, ledger: Ledger) -> None:

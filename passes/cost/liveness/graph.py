@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
+from sys import getrefcount
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -45,6 +46,16 @@ class Form:
     def spread(self) -> bool:
         """Whether elements overlap in memory, as in an expanded tensor."""
         return any(step == 0 and size > 1 for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def dense(self) -> bool:
+        """Whether elements neither overlap in memory nor leave gaps, in whatever order dims have."""
+        expected = 1
+        for step, size in sorted((step, size) for size, step in zip(self.shape, self.stride, strict=True) if size > 1):
+            if step != expected:
+                return False
+            expected *= size
+        return True
 
 
 class StorageOrigin(Enum):
@@ -175,9 +186,11 @@ class MemoryPeak(MemoryUse):
 @dataclass
 class Ledger:
     """Live bytes by kind, and by the block of the program that allocates them. Every storage takes a multiple of `unit`
-    bytes. `moment` is the statement that runs now, `block` the block that it is in."""
+    bytes; gradients are added `in_place` where nothing else refers to them. `moment` is the statement that runs now,
+    `block` the block that it is in."""
 
     unit: int = 1
+    in_place: bool = True
     moment: str = ""
     block: str = ""
     live_by_block: Counter[str] = field(default_factory=Counter)
@@ -232,6 +245,23 @@ class Gradient:
 
     storage: Storage
     form: Form
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing but this gradient refers to its storage."""
+        return getrefcount(self.storage) == _ALONE
+
+
+def _references_of_one() -> int:
+    """What `getrefcount` says of an object that one attribute refers to."""
+
+    class Holder:
+        held = object()
+
+    return getrefcount(Holder.held)
+
+
+_ALONE = _references_of_one()
 
 
 @dataclass(eq=False, slots=True)

@@ -203,12 +203,14 @@ def _roots(outputs: Mapping[str, Value], sent: Sequence[Value]) -> list[Value]:
 class Machine:
     """Memory behaviour of torch on a kind of `device`: storages take multiples of `unit` bytes; an optimizer updates
     all parameters `together` (multi-tensor implementations, the default on CUDA) or one after the other. Gradients
-    that are reduced together are put into one tensor if it `joins` them; otherwise they are reduced in place."""
+    that are reduced together are put into one tensor if it `joins` them; otherwise they are reduced in place. Autograd
+    adds gradients `in_place` where it can, which it cannot on tensors without values."""
 
     device: str = "cpu"
     unit: int = 1
     together: bool = False
     joins: bool = True
+    in_place: bool = True
 
 
 # Behaviour of torch's allocator and optimizers. (https://docs.pytorch.org/docs/stable/notes/cuda.html: blocks of 512
@@ -237,7 +239,7 @@ def peak_memory(
 ) -> MemoryPeak:
     """The peak memory on one device during a step that is not the first (or an evaluation): the batch and the outputs
     of the model are live until the step ends."""
-    ledger, blocks = Ledger(machine.unit), _blocks(stage)
+    ledger, blocks = Ledger(machine.unit, machine.in_place), _blocks(stage)
     program = stage.program
     training = stored.optimizer is not None
     updated = {parameter.name for parameter in program.updated}
