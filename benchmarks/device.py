@@ -113,7 +113,9 @@ def _trained(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[], None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
 
     def step() -> None:
-        model(**batch)["loss"].backward()
+        # Plans count outputs until the step ends.
+        outputs = model(**batch)
+        outputs["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
 

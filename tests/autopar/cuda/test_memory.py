@@ -37,10 +37,10 @@ def _peaks(mesh: Mapping[str, int], options: Mapping[str, object]) -> tuple[floa
     in_parts = module.plan.programs["train"].micro_batches > 1
 
     def step() -> None:
-        if in_parts:
-            module.forward_backward(**batch)
-        else:
-            module(**batch)["loss"].backward()
+        # Plans count outputs until the step ends.
+        outputs = (module.forward_backward if in_parts else module)(**batch)
+        if not in_parts:
+            outputs["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
 
