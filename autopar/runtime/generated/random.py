@@ -66,27 +66,40 @@ class Randomness:
         now, self._number = self._number, number
         return now
 
-    @contextmanager
-    def drawn(self, key: str, axes: Sequence[Axis], device: torch.device) -> Iterator[None]:
+    def drawn(self, key: str, axes: Sequence[Axis], device: torch.device) -> AbstractContextManager[None]:
         """Context in which the op called `key` draws its numbers; afterwards the process's generators go on as before.
 
-        `axes` are those on which ranks have different parts of the result. (`torch.random.fork_rng` with
-        `torch.manual_seed` looks for accelerators of every kind, which takes ten times as long as a small op.)
+        `axes` are those on which ranks have different parts of the result.
         """
         text = f"{self._number} {key} {[axis.rank for axis in axes]}"
         seed = int.from_bytes(sha256(text.encode()).digest()[:7], "little")
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            generators.append(torch.cuda.default_generators[index])
-        states = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+        if device.type != "cuda":
+            return _Seeded(seed, (torch.default_generator,))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return _Seeded(seed, (torch.default_generator, torch.cuda.default_generators[index]))
+
+
+class _Seeded:
+    """Context in which `generators` draw from `seed` on; afterwards they go on as before.
+
+    It is entered for every op that draws, so it costs little: `torch.random.fork_rng` with `torch.manual_seed` looks for
+    accelerators of every kind, which takes ten times as long, and a function under `contextmanager` takes half as long
+    again.
+    """
+
+    __slots__ = ("_generators", "_seed", "_states")
+
+    def __init__(self, seed: int, generators: tuple[torch.Generator, ...]) -> None:
+        self._seed, self._generators = seed, generators
+
+    def __enter__(self) -> None:
+        self._states = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
 
 
 @dataclass

@@ -253,7 +253,7 @@ class Gradient:
 
 
 def _references_of_one() -> int:
-    """What `getrefcount` says of an object that one attribute refers to."""
+    """Result of `getrefcount` for an object that one attribute refers to."""
 
     class Holder:
         held = object()
