@@ -8,8 +8,8 @@ import copy
 import gc
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -32,12 +32,14 @@ from autopar.loading import load, placed_parts
 from autopar.models.info import read_model
 from autopar.options import Options
 from autopar.planner import PlannedModel, plan_model
+from autopar.plans.cuda_attention import CudaAttention
 from autopar.request import Request, make_request
 from autopar.runtime import DistributedModule
 from autopar.runtime.calls.programs import LoadedModel
-from autopar.runtime.fsdp import reductions
+from autopar.runtime.fsdp import manager, reductions
 from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.fsdp.managers import FSDPManagers
+from autopar.runtime.ranks.groups import axes_group
 from autopar.runtime.state import axes_of
 from passes.cost.liveness import MACHINES
 
@@ -90,10 +92,23 @@ def _mesh(request: Request, rank: int) -> Iterator[DeviceMesh]:
 
 def measure(model: nn.Module, planned: PlannedModel, request: Request, inputs: Mapping[str, object], rank: int) -> int:
     """The most bytes that lie on `rank` during two steps."""
-    with _mesh(request, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+    kernels = CudaAttention() if request.cluster.device.type == "cuda" else nullcontext()
+    with _mesh(request, rank) as mesh, _real_groups(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
         module = _module(model, planned, request, mesh)
         batch = pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype), dict(inputs))
         return _steps(module, batch, request)
+
+
+@contextmanager
+def _real_groups() -> Iterator[None]:
+    """Meshes hold ranks, which must have values, also where groups of them are made."""
+
+    def made(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[dist.ProcessGroup, Tensor]:
+        with unset_fake_temporarily():
+            return axes_group(mesh, axes)
+
+    with mock.patch.object(manager, "axes_group", made):
+        yield
 
 
 def predicted_and_allocated(
