@@ -82,8 +82,8 @@ class Randomness:
 class _Seeded:
     """Context in which `generators` draw from `seed` on; afterwards they go on as before.
 
-    It is entered for every op that draws, so it costs little: `torch.random.fork_rng` with `torch.manual_seed` looks for
-    accelerators of every kind, which takes ten times as long, and a function under `contextmanager` takes half as long
+    It is entered for every op that draws, so it must be cheap: `torch.random.fork_rng` with `torch.manual_seed` takes
+    ten times as long, as it looks for accelerators of every kind, and a function under `contextmanager` half as long
     again.
     """
 
