@@ -5,12 +5,14 @@ sizes are 5 and 3 nearly everywhere. So a call gives only the form: overload, ra
 keywords. `sizes.py` draws the sizes anew.
 """
 
+import random
 import warnings
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from _pytest.mark import ParameterSet
@@ -112,7 +114,11 @@ def _inputs(entry: Any) -> Iterator[Any]:
     for dtype in (torch.float64, torch.int64, torch.bool):
         if dtype in known:
             gradients = dtype == torch.float64 and entry.supports_autograd
-            found = entry.sample_inputs(device="cpu", dtype=dtype, requires_grad=gradients)
+            # `entry.sample_inputs` looks up the test that calls it, which takes longer than all else here.
+            random.seed(0)
+            np.random.seed(0)
+            torch.manual_seed(0)
+            found = entry.sample_inputs_func(entry, "cpu", dtype, gradients)
             most = 4 if torch.float64 in known and dtype != torch.float64 else None
             yield from spread_over(found, lambda item: _features((item.input, item.args, item.kwargs)), most)
 
