@@ -136,6 +136,7 @@ def _growth(on_meta: bool) -> tuple[float, float]:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10, whole / 2**20
 
 
+@pytest.mark.slow
 def test_ranks_make_their_own_parts_alone() -> None:
     """The rank that does not plan takes half of the model's memory where it is on meta, and more than all of it where
     it has values."""

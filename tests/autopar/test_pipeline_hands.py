@@ -586,6 +586,7 @@ def _modes(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_modes_and_sizes(tmp_path: Path) -> None:
     """Evaluation, other batches, dropout, replay and deletion are as without stages."""
     for found in run_ranks(_modes, 2, tmp_path):

@@ -154,11 +154,13 @@ def test_large_fits(large: Plan) -> None:
     assert large.whole_ops == ()
 
 
+@pytest.mark.slow
 def test_large_layers_stand_once(large: Plan) -> None:
     counts = {block.name: block.count for block in program_of(large).stages[0].blocks}
     assert counts["model.layers.*"] == 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 def test_large_norms_work_on_a_part_of_the_sequence(large: Plan, norm: str) -> None:
     """Norms are as cheap as the bytes that they touch: split over batch and sequence, each device has 1/64 of them."""
@@ -168,6 +170,7 @@ def test_large_norms_work_on_a_part_of_the_sequence(large: Plan, norm: str) -> N
         assert row.after == ("dp S(0), tp S(1)",), row.name
 
 
+@pytest.mark.slow
 def test_large_one_gather_for_all_that_read_a_norm(large: Plan) -> None:
     """The sequence is gathered once for gate and up: both read the very same tensor."""
     (gather,) = [row for row in rows(large, "change", "/mul.1") if f".{NORMS[1]}/" in row.name]
@@ -177,6 +180,7 @@ def test_large_one_gather_for_all_that_read_a_norm(large: Plan) -> None:
         assert op(large, f".{name}_proj/linear").before[0] == gather.after[0] == "dp S(0), tp R"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gate", "up"])
 def test_large_features_are_split(large: Plan, name: str) -> None:
     """A weight of 470 MB stays in parts: gathering it would take longer than gathering 134 MB of activations."""
@@ -185,6 +189,7 @@ def test_large_features_are_split(large: Plan, name: str) -> None:
     assert row.after == ("dp S(0), tp S(2)",)
 
 
+@pytest.mark.slow
 def test_large_pending_sums_are_reduce_scattered(large: Plan) -> None:
     """The second product makes pending sums; they go straight back to parts of the sequence."""
     assert op(large, ".mlp.down_proj/linear").after == ("dp S(0), tp P",)
@@ -192,6 +197,7 @@ def test_large_pending_sums_are_reduce_scattered(large: Plan) -> None:
     assert (change.how, change.after) == ("reduce_scatter tp", ("dp S(0), tp S(1)",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["q", "k", "v", "o"])
 def test_large_attention_gathers_weights_not_sequences(large: Plan, name: str) -> None:
     """Weights of attention are no larger than activations, and what gathers them is hidden behind computation: their
@@ -202,6 +208,7 @@ def test_large_attention_gathers_weights_not_sequences(large: Plan, name: str) -
     assert parameter_traffic(large) < 0.05 * seconds(large)
 
 
+@pytest.mark.slow
 def test_large_attention_works_on_a_part_of_the_heads(large: Plan) -> None:
     """Each device has an eighth of the heads; keys and values of the few heads that share them are everywhere."""
     row = op(large, "/scaled_dot_product_attention")
@@ -225,6 +232,7 @@ def test_short_sequences_split_heads(name: str, short: Plan) -> None:
         assert row.after[0].startswith("dp S(0), tp S(2")
 
 
+@pytest.mark.slow
 def test_large_logits_stay_split_over_the_vocabulary(large: Plan) -> None:
     """The logits are the largest tensor: head and loss split the vocabulary, and nothing gathers it."""
     logits = op(large, "lm_head/linear")
@@ -234,6 +242,7 @@ def test_large_logits_stay_split_over_the_vocabulary(large: Plan) -> None:
         assert not change.type.endswith("128256]"), f"{change.name} moves logits"
 
 
+@pytest.mark.slow
 def test_large_parameters_are_stored_in_parts(large: Plan) -> None:
     """All matrices are split over tp, and over dp, too, but for some for which there is room: what is whole there is
     not gathered."""
@@ -386,6 +395,7 @@ def test_links_too_slow_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     assert all(splits_batch(method) for _, method in layer_methods(plan, 1))
 
 
+@pytest.mark.slow
 def test_memory_decides_what_is_gathered_again(large: Plan, plenty: Plan) -> None:
     """Without a limit nothing is made again; with one gathered weights are gathered again for the backward pass,
     although computation does not hide all of that."""

@@ -18,7 +18,6 @@ FAST = {
     "free_recompute": 1,
     "constraint_less": 1,
     "more_devices": 1,
-    "faster_links": 1,
     "fewer_layers": 1,
 }
 
@@ -26,7 +25,7 @@ FAST = {
 def _cases(relations: Sequence[str], first: int, count: int) -> list[ParameterSet]:
     """The first `count` pairs of relation and seed, with seeds from `first` on; all but `FAST` ones are slow."""
     found = islice(((name, seed) for seed in itertools.count(first) for name in relations), count)
-    return [pytest.param(name, seed, marks=[] if FAST[name] == seed else pytest.mark.slow) for name, seed in found]
+    return [pytest.param(name, seed, marks=[] if FAST.get(name) == seed else pytest.mark.slow) for name, seed in found]
 
 
 def _check(name: str, seed: int, scope: Scope) -> None:

@@ -126,7 +126,6 @@ def _stock(mesh: DeviceMesh, name: str, objective: str, padding: bool) -> dict[i
 
 FAST = [
     ("gpt2", "2", "train", True),
-    ("qwen3", "2", "infer", False),
 ]
 ALL = [
     (name, mesh, objective, padding)

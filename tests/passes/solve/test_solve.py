@@ -106,7 +106,7 @@ def test_solver_equals_brute_force_in_storing_parameters(seed: int) -> None:
 
 
 @pytest.mark.parametrize("small", [0, 10**9])
-@pytest.mark.parametrize("seed", _seeds(100, 10, {103}) + _seeds(300, 10, {302}) + _seeds(600, 10, {605}))
+@pytest.mark.parametrize("seed", _seeds(100, 10, {103}) + _seeds(300, 10, {302}) + _seeds(600, 10, set()))
 def test_branches_and_integer_programs_find_the_best(seed: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where frontiers are too large: all that is open is branched over, down to one strategy each, or goes to
     an integer program at once."""
