@@ -1,13 +1,14 @@
 """One step of a pipeline: `torch.distributed.pipelining` runs the schedule, and calls stages with micro-batches."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import P2POp
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -115,7 +116,8 @@ class _StageModule(nn.Module):
         if stage.loss is not None:
             loss = leaves[stage.loss]
             assert isinstance(loss, Tensor)
-            return loss
+            # torch detaches it after the backward pass, so that its graph is freed: a view it could not detach.
+            return loss.clone()
         # What is handed on unchanged is a tensor of its own: its gradient is sent back.
         return tuple(_own(item, received) for item in sent if isinstance(item, Tensor))
 
@@ -126,7 +128,11 @@ def _own(tensor: Tensor, given: Sequence[Tensor]) -> Tensor:
 
 class _Stage(PipelineStage):
     """A stage whose gradients are held until its last micro-batch, where they are reduced once. If the schedule
-    `splits`, gradients of weights are computed apart, and all are reduced after the step."""
+    `splits`, gradients of weights are computed apart, and all are reduced after the step.
+
+    torch allocates what a stage receives for all micro-batches at the first step. Here each buffer is dropped after the
+    backward pass of its micro-batch, and made anew for the next message.
+    """
 
     def __init__(
         self, stage: StageRun, ranks: PipelineRanks, device: torch.device, sent: Sequence[Tensor], splits: bool
@@ -179,13 +185,32 @@ class _Stage(PipelineStage):
 
         return accumulate
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        """The operations that receive the tensors of a micro-batch."""
+        self._with_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        """The operations that receive the gradients of the tensors that a micro-batch has sent."""
+        self._with_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The backward pass of one micro-batch, with the arguments of torch's version."""
         self._left -= 1
         stage = self.module.stage
         holds = self._splits or (stage.reduces_once and self._left > 0)
         with stage.runnable.manager.holding_gradients() if holds else nullcontext():
-            super().backward_one_chunk(*args, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._with_buffers(self.args_recv_info[bwd_chunk_id], torch.device("meta"))
+        self._with_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
+
+    def _with_buffers(self, messages: Iterable[Any], device: torch.device) -> None:
+        """Give messages new buffers on a device; what a stage is called with has none."""
+        for message in messages:
+            buffer = getattr(message, "buffer", None)
+            if buffer is not None:
+                message.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The gradients of a micro-batch, with the arguments of torch's version; after an exception zeros."""
