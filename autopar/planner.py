@@ -28,8 +28,7 @@ from autopar.request import Request, with_mesh
 from autopar.runtime import GeneratedProgram
 from passes.clock import Clock
 from passes.codegen import Naming, emit
-from passes.cost.liveness import MACHINES, MemoryPeak, MicroBatchInputs, Stored, peak_memory
-from passes.cost.schedules import Held
+from passes.cost.liveness import MACHINES, MicroBatchInputs, StepPeaks, Stored, peak_memory
 from passes.cost.walk import block_seconds
 from passes.cost.work import seconds_by_op, work_of
 from passes.ir.configuration import Configuration
@@ -37,7 +36,7 @@ from passes.ir.decisions import Decided, Decisions
 from passes.ir.layout import Layout
 from passes.ir.leaves import input_leaves
 from passes.ir.log import logger
-from passes.ir.lowered import FSDPUnit, Lowered, Variables
+from passes.ir.lowered import FSDPUnit, Lowered, Stage, Variables
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan, ProgramPlan
 from passes.ir.program import Program
@@ -300,15 +299,11 @@ class StepMemory:
         variables: Sequence[Variables | None],
         micro: MicroBatches | None,
         configuration: Configuration,
-        held: Sequence[Sequence[Held]],
-    ) -> tuple[MemoryPeak, ...]:
-        """Bytes on one device of each stage at the peak of a step of `lowered`; the stages' generated code has these
-        variables, and those without are left out. `micro` is None where the batch is not split; `held` are the
-        micro-batches of each stage that hold tensors at a time."""
-        given = {
-            item.name: self._dtypes[item.argument] for item in lowered.program.inputs if item.argument in self._dtypes
-        }
-        stored = Stored(self._master, given, self._optimizer)
+    ) -> tuple[StepPeaks, ...]:
+        """Bytes on one device of each stage at the peaks of a step of `lowered`; the stages' generated code has these
+        variables, and those without are left out. `micro` is None where the batch is not split."""
+        inputs = [item for item in lowered.program.inputs if item.argument in self._dtypes]
+        given = {item.name: self._dtypes[item.argument] for item in inputs}
         outputs = planned_outputs(lowered)
         batches = (
             MicroBatchInputs(defers=configuration.pipeline.splits)
@@ -319,22 +314,12 @@ class StepMemory:
         if mesh not in self._probers:
             self._probers[mesh] = FakeProber(mesh, machine.device)
         prober = self._probers[mesh]
-        return tuple(
-            max(
-                (
-                    peak_memory(
-                        stage,
-                        own,
-                        stored,
-                        machine,
-                        prober,
-                        mesh,
-                        replace(batches, in_flight=each.saved, left=each.left),
-                    )
-                    for each in every
-                ),
-                key=lambda memory: memory.peak,
-            )
-            for stage, own, every in zip(lowered.stages, variables, held, strict=True)
-            if own is not None
-        )
+
+        def peaks(stage: Stage, own: Variables) -> StepPeaks:
+            read = {item.name for item in stage.program.inputs}
+            others = {item.name: (item.type, lowered.inputs[item.name]) for item in inputs if item.name not in read}
+            stored = Stored(self._master, given, self._optimizer, others)
+            return peak_memory(stage, own, stored, machine, prober, mesh, batches)
+
+        found = zip(lowered.stages, variables, strict=True)
+        return tuple(peaks(stage, own) for stage, own in found if own is not None)

@@ -13,6 +13,7 @@ from autopar.runtime.generated.bases import Cut, GeneratedStage, MicroBatching, 
 from passes.codegen import Naming
 from passes.constrain import is_named
 from passes.cost.liveness import MicroBatchInputs
+from passes.cost.schedules import SCHEDULES
 from passes.ir.arguments import references
 from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decided
@@ -263,6 +264,7 @@ def micro_batch_inputs(
 ) -> MicroBatchInputs:
     """The inputs and outputs of micro-batches that stay in memory from one micro-batch to the next."""
     made, _ = batching(micro, lowered, outputs, None, configuration)
+    schedule = configuration.pipeline.schedule
     shapes = [
         (item, where, local_shape(item.type.shape, lowered.inputs[item.name], configuration.mesh))
         for item, where in zip(_given(micro, lowered), made.inputs, strict=True)
@@ -284,6 +286,7 @@ def micro_batch_inputs(
         configuration.gather_once,
         configuration.reduce_once,
         defers=configuration.pipeline.splits,
+        keeps_sent=schedule in SCHEDULES and SCHEDULES[schedule].keeps_sent,
     )
 
 

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from passes.cost.liveness import MemoryPeak
+from passes.cost.liveness import MemoryPeak, StepPeaks
 from passes.cost.pipeline import ScheduledStep, scheduled_step
-from passes.cost.schedules import Held
 from passes.cost.step import Seconds
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration
@@ -19,11 +18,10 @@ from passes.search.restrict import gathered_again
 from passes.search.subproblems import MicroBatchProgram, Subproblems
 from passes.variables import name_variables
 
-# Bytes on one device of each stage that variables are given for, at the peak of a step in which these micro-batches
-# hold tensors at a time. It runs operators of torch to see what they allocate, so it is passed in.
+# Bytes on one device of each stage that variables are given for, at the peaks of a step. It runs operators of torch to
+# see what they allocate, so it is passed in.
 MemorySimulator = Callable[
-    [Lowered, Sequence[Variables | None], MicroBatches | None, Configuration, Sequence[Sequence[Held]]],
-    tuple[MemoryPeak, ...],
+    [Lowered, Sequence[Variables | None], MicroBatches | None, Configuration], tuple[StepPeaks, ...]
 ]
 
 
@@ -88,7 +86,8 @@ def lowered_choice(
     step = scheduled_step(lowered, folded, space.cluster, space.optimizer, configuration)
     seconds = step.seconds
     with clock("memory"):
-        memory = simulate(lowered, variables, program.micro, configuration, step.held)
+        peaks = simulate(lowered, variables, program.micro, configuration)
+    memory = tuple(own.with_held(held) for own, held in zip(peaks, step.held, strict=True))
     if space.decisions.methods is not None:
         gap, complete, bound_s = space.decisions.gap, space.decisions.complete, space.decisions.bound_s
     else:

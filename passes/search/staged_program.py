@@ -8,6 +8,7 @@ from functools import partial
 from itertools import pairwise
 
 from passes.cost.cluster import GIB
+from passes.cost.liveness import StepPeaks
 from passes.cost.pipeline import transfer_s
 from passes.cost.schedules import (
     Held,
@@ -132,7 +133,7 @@ class StagedProgram:
     def memory_of(self, configuration: Configuration) -> StageMemory:
         """The memory of stages; that of all schedules which compute gradients of weights apart is the same, and that of
         all others."""
-        found = StageMemory(self.positions, partial(self._peak, configuration))
+        found = StageMemory(self.positions, partial(self._peaks, configuration))
         key = configuration.pipeline.splits, tuple(sorted(configuration.recompute.items()))
         return self._memory.setdefault(key, found)
 
@@ -236,17 +237,14 @@ class StagedProgram:
         begins = position.copy is not None or (bool(module) and module != earlier)
         return begins and bool(crossing.flowing if self.space.trains else crossing.names)
 
-    def _peak(self, configuration: Configuration, first: int, last: int, held: Sequence[Held]) -> float:
-        """The peak memory of a stage (bytes)."""
+    def _peaks(self, configuration: Configuration, first: int, last: int) -> StepPeaks:
+        """The memory peaks of a stage."""
         starts = [start for start in (first, last) if 0 < start < len(self.positions)]
         stages = cut(self.whole, starts, self.folded.flowing, self.mesh)
         number = int(first > 0)
         made = finished(stages[number], None, configuration, self.folded.flowing, self.space.cluster, self.clock)
         stages = tuple(made if at == number else other for at, other in enumerate(stages))
         variables = [name_variables(made, self.mesh) if at == number else None for at in range(len(stages))]
-        counts = [held] * len(stages)
         with self.clock("memory"):
-            (memory,) = self.simulate(
-                Lowered(self.folded.program, stages), variables, self.micro, configuration, counts
-            )
-        return memory.peak
+            (peaks,) = self.simulate(Lowered(self.folded.program, stages), variables, self.micro, configuration)
+        return peaks

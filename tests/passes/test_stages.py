@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from autopar.plans.probing import FakeProber
 from passes.codegen import Naming, emit
 from passes.cost.liveness import MACHINES, MemoryPeak, Stored, peak_memory
+from passes.cost.schedules import Held
 from passes.cost.walk import Optimizer, block_seconds, walk
 from passes.ir.configuration import Configuration, Staging
 from passes.ir.errors import PipelineError, PlanMismatchError
@@ -88,7 +89,8 @@ def lowered(case: Planning, whole: Stage) -> Lowered:
 def simulated(stage: Stage) -> MemoryPeak:
     """Its peak in training."""
     stored = Stored(None, {"x": torch.float32}, "sgd")
-    return peak_memory(stage, name_variables(stage, MESH), stored, MACHINES["cpu"], FakeProber(MESH, "cpu"), MESH)
+    peaks = peak_memory(stage, name_variables(stage, MESH), stored, MACHINES["cpu"], FakeProber(MESH, "cpu"), MESH)
+    return peaks.with_held([Held(1)])
 
 
 def seconds_of(case: Planning, configuration: Configuration, stage: Stage) -> list[float]:

@@ -14,6 +14,7 @@ from passes.cost.liveness.graph import (
     StorageRef,
     Task,
 )
+from passes.cost.liveness.peaks import PartPeak, StepPeaks
 from passes.cost.liveness.step import MACHINES, Machine, MicroBatchInputs, Stored, peak_memory
 
 __all__ = [
@@ -28,8 +29,10 @@ __all__ = [
     "MemoryPeak",
     "MicroBatchInputs",
     "OperandGradient",
+    "PartPeak",
     "Prober",
     "ResultStorage",
+    "StepPeaks",
     "StorageRef",
     "Stored",
     "Task",

@@ -48,7 +48,7 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Ca
         node = nodes.pop()
         for skip in skips:
             if skip.live_before is None and node.number < skip.above:
-                skip.live_before = dict(ledger.live)
+                skip.live_before = ledger.by_kind()
         for act in node.before:
             act()
         node.before.clear()
@@ -64,7 +64,7 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Ca
                 edge[0].remaining -= 1
                 if not edge[0].remaining:
                     _accumulate(edge[0], ledger)
-    live = dict(ledger.live)
+    live = ledger.by_kind()
     waiting.clear()
     end()
     return live
@@ -186,7 +186,7 @@ def _skip(skip: Skip, ledger: Ledger) -> None:
     """The backward pass of all skipped copies at once: first the releases, then the allocations."""
     assert skip.live_before is not None
     ledger.moment = "backward of equal copies"
-    grown = {kind: size - skip.live_before[kind] for kind, size in ledger.live.items()}
+    grown = {kind: size - skip.live_before[kind] for kind, size in ledger.by_kind().items()}
     skip.count(ledger, grown)
     for slot, edge in enumerate(skip.edges):
         gradient = skip.gradients.pop(slot, None)

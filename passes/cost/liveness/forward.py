@@ -245,12 +245,12 @@ class Forward:
         for copy in range(count):
             if copy in skipped:
                 if skip is None:
-                    grown = {kind: size - before[kind] for kind, size in self.ledger.live.items()}
+                    grown = {kind: size - before[kind] for kind, size in self.ledger.by_kind().items()}
                     skip = self.skip(
                         [assigned.last[carry.next] for carry in region.carries], frame, grown, len(skipped)
                     )
                 continue
-            before = dict(self.ledger.live)
+            before = self.ledger.by_kind()
             if skip is not None and copy == count - 1:
                 skip.above = self.count + 1
             self.copy(loop, number, frame, copy, assigned)

@@ -175,6 +175,10 @@ KINDS = (PARAMETERS, OPTIMIZER, BUFFERS, INPUTS, OUTPUTS, GRADIENTS, ACTIVATIONS
 STAYING = (GRADIENTS, GATHERED)
 
 
+# Bytes by kind and by the block of the program that allocates them.
+LiveBytes = Mapping[tuple[str, str], int]
+
+
 @dataclass(frozen=True)
 class MemoryPeak(MemoryUse):
     """Bytes on the busiest device at the peak of a step, by kind and by block of the program, and the statement that
@@ -182,10 +186,17 @@ class MemoryPeak(MemoryUse):
 
     bytes_by_block: Mapping[str, int]
 
+    def beside(self, live: LiveBytes) -> "MemoryPeak":
+        """The peak if these bytes are live, too."""
+        kinds, blocks = Counter(self.bytes_by_kind), Counter(self.bytes_by_block)
+        kinds.update(_by_kind(live))
+        blocks.update(_by_block(live))
+        return MemoryPeak(kinds, self.moment, blocks)
+
 
 @dataclass
 class Ledger:
-    """Live bytes by kind, and by the block of the program that allocates them. Every storage takes a multiple of `unit`
+    """Live bytes by kind and by the block of the program that allocates them. Every storage takes a multiple of `unit`
     bytes; gradients are added `in_place` where nothing else refers to them. `moment` is the statement that runs now,
     `block` the block that it is in."""
 
@@ -193,39 +204,76 @@ class Ledger:
     in_place: bool = True
     moment: str = ""
     block: str = ""
-    live_by_block: Counter[str] = field(default_factory=Counter)
-    live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    live: Counter[tuple[str, str]] = field(default_factory=Counter)
     total: int = 0
-    peak_total: int = -1
-    peak: MemoryPeak = field(default_factory=lambda: MemoryPeak(dict.fromkeys(KINDS, 0), "", {}))
+    _peak_total: int = -1
+    _peak_moment: str = ""
+    _peak_live: LiveBytes = field(default_factory=dict)
+    # Whether `live` is that of the peak: it is copied when it changes, not whenever a peak is passed on the way up.
+    _is_at_peak: bool = False
 
     def add(self, kind: str, block: str, size: int) -> None:
         """Add `size` live bytes (negative: release)."""
-        self.live[kind] += size
-        self.live_by_block[block] += size
         self.total += size
-        if self.total > self.peak_total:
-            self.peak_total = self.total
-            self.peak = MemoryPeak(dict(self.live), self.moment, dict(self.live_by_block))
+        if self.total > self._peak_total:
+            self._peak_total, self._peak_moment, self._is_at_peak = self.total, self.moment, True
+        elif self._is_at_peak:
+            self._copy()
+        self.live[kind, block] += size
+
+    def turn(self, block: str, size: int, before: str, after: str) -> None:
+        """Count `size` live bytes of one kind as another."""
+        if self._is_at_peak:
+            self._copy()
+        self.live[before, block] -= size
+        self.live[after, block] += size
+
+    def by_kind(self) -> dict[str, int]:
+        """Live bytes by kind."""
+        return _by_kind(self.live)
+
+    def take_peak(self) -> MemoryPeak:
+        """The live bytes at their peak since the last call; the next one begins with those that are live now."""
+        if self._is_at_peak:
+            self._copy()
+        found = MemoryPeak(_by_kind(self._peak_live), self._peak_moment, _by_block(self._peak_live))
+        self._peak_total, self._peak_moment, self._is_at_peak = self.total, self.moment, True
+        return found
+
+    def _copy(self) -> None:
+        self._peak_live, self._is_at_peak = dict(self.live), False
+
+
+def _by_kind(live: LiveBytes) -> dict[str, int]:
+    found = dict.fromkeys(KINDS, 0)
+    for (kind, _), size in live.items():
+        found[kind] += size
+    return found
+
+
+def _by_block(live: LiveBytes) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for (_, block), size in live.items():
+        found[block] += size
+    return dict(found)
 
 
 class Storage:
     """Bytes on the device, live from its creation until nothing refers to it: Python counts its references as it does
-    those of a tensor."""
+    those of a tensor. It belongs to `block`, or else to the one that runs."""
 
     __slots__ = ("__weakref__", "_ledger", "block", "bytes", "kind")
 
-    def __init__(self, ledger: Ledger, size: int, kind: str) -> None:
+    def __init__(self, ledger: Ledger, size: int, kind: str, block: str | None = None) -> None:
         self._ledger = ledger
         self.bytes = -(-size // ledger.unit) * ledger.unit
         self.kind = kind
-        self.block = ledger.block
+        self.block = ledger.block if block is None else block
         ledger.add(kind, self.block, self.bytes)
 
     def turn(self, kind: str) -> None:
         """Change the kind of the storage."""
-        self._ledger.live[self.kind] -= self.bytes
-        self._ledger.live[kind] += self.bytes
+        self._ledger.turn(self.block, self.bytes, self.kind, kind)
         self.kind = kind
 
     def resize(self, size: int) -> None:

@@ -1,6 +1,7 @@
 """Peak memory of one step, or of one evaluation, on one device: the batch runs through the program micro-batch by
 micro-batch."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -13,20 +14,23 @@ from passes.cost.liveness.fsdp_units import FSDPSimulation
 from passes.cost.liveness.graph import (
     ACTIVATIONS,
     BUFFERS,
+    COMMUNICATION,
     GATHERED,
     INPUTS,
     OPTIMIZER,
     OUTPUTS,
     PARAMETERS,
+    STAYING,
     TRANSIENT,
     Form,
     Leaf,
     Ledger,
-    MemoryPeak,
+    LiveBytes,
     Prober,
     Storage,
     Value,
 )
+from passes.cost.liveness.peaks import PartPeak, StepPeaks
 from passes.cost.optimizers import NO_OPTIMIZER, OPTIMIZERS
 from passes.ir.arguments import references
 from passes.ir.layout import Layout, local_shape
@@ -40,9 +44,8 @@ class MicroBatchInputs:
     """A batch in `count` micro-batches: the `inputs` that are split, those whose parts are `copied`, and the `outputs`
     that are concatenated; other outputs are the same in all, or sums. With `gathered_once` the parameters that FSDP
     units gather for a backward pass stay gathered from the first micro-batch to the last; with `reduced_once` gradients
-    accumulate unsharded. At most `in_flight` micro-batches have saved tensors at a time: more than one in a
-    pipeline. If it `defers` them, gradients of weights are computed after the backward pass, and reduced after the
-    step; then `left` more micro-batches have them left to compute."""
+    accumulate unsharded. If it `defers` them, gradients of weights are computed after the backward pass, and reduced
+    after the step. The schedule of a pipeline `keeps_sent` tensors until the step ends, or else the last ones."""
 
     count: int = 1
     inputs: frozenset[str] = frozenset()
@@ -50,9 +53,8 @@ class MicroBatchInputs:
     outputs: frozenset[str] = frozenset()
     gathered_once: bool = False
     reduced_once: bool = False
-    in_flight: int = 1
     defers: bool = False
-    left: int = 0
+    keeps_sent: bool = False
 
     def different(self) -> list[int]:
         """The micro-batches that differ in live memory: the first, the last, and the one before it if it does not
@@ -66,24 +68,34 @@ class MicroBatchInputs:
 # A batch in one piece.
 WHOLE = MicroBatchInputs()
 
+# Kinds of tensors that live within the passes of one micro-batch.
+_PASSING = (ACTIVATIONS, TRANSIENT)
+
 
 @dataclass
 class StepSimulation:
-    """The simulation of a step of `stage`. `resident` are parameters, buffers and constants by name; without `training`
-    there is no backward pass. `stays` are the bytes that skipped copies of regions hold from one micro-batch to the
-    next."""
+    """The simulation of a step of `stage`. `resident` are parameters, buffers and constants by name, `received` the
+    forms of the tensors received and whether they have a gradient; without `training` there is no backward pass.
+    `stays` are the bytes that skipped copies of regions hold from one micro-batch to the next."""
 
     stage: Stage
     variables: Variables
     batches: MicroBatchInputs
     resident: Mapping[str, Value]
+    received: Mapping[str, tuple[Form, bool]]
     fsdp: FSDPSimulation
     ledger: Ledger
     prober: Prober
     training: bool
     stays: dict[str, Storage] = field(default_factory=dict)
+    parts: list[PartPeak] = field(default_factory=list)
+    # Bytes that the forward pass of a micro-batch leaves, those of the tensors that it sends, and of the gradients that
+    # its backward pass receives.
+    saved: LiveBytes = field(default_factory=dict)
+    sent: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
     # Bytes that a micro-batch holds from its backward pass until its gradients of weights are computed.
-    waiting: int = 0
+    left: int = 0
 
     def run(self, inputs: dict[str, Value]) -> list[Value]:
         """Run the micro-batches that differ; returns the outputs. `inputs` are empty afterwards."""
@@ -101,9 +113,7 @@ class StepSimulation:
                 returned.clear()
                 earlier += [Storage(self.ledger, size, OUTPUTS) for size in sizes for _ in range(done, number + 1)]
             self.fsdp.holds = self.batches.defers or (self.batches.reduced_once and number < count - 1)
-            pending = self._pending(given)
-            returned = self._micro_batch(given)
-            del pending
+            returned = self._micro_batch(given, first=number == 0)
             done = number + 1
             if count > 1:
                 # Outputs that stay have no gradient.
@@ -114,49 +124,70 @@ class StepSimulation:
             self._put_together(returned)
         return list(returned.values())
 
-    def _micro_batch(self, inputs: dict[str, Value]) -> dict[str, Value]:
-        """Run one micro-batch; returns its outputs by name."""
-        before = {kind: self.ledger.live[kind] for kind in (ACTIVATIONS, TRANSIENT)}
-        outputs, sent = self._forward(inputs)
+    def finish(self) -> StepPeaks:
+        """The peaks of all parts, the last of which ends now."""
+        self._end_part()
+        return StepPeaks(tuple(self.parts))
+
+    def _micro_batch(self, inputs: dict[str, Value], *, first: bool) -> dict[str, Value]:
+        """Run one micro-batch; returns its outputs by name. When the forward pass of the first one runs, no other
+        micro-batch holds tensors; when that of another one runs, backward passes have run before it."""
+        if not first:
+            self._end_part()
+        before = Counter(self.ledger.live)
+        received = self._receive()
+        messages = [] if first else self._messages(received)
+        given = [] if first else [Storage(self.ledger, size, COMMUNICATION) for size in self.given]
+        idle = self._passing()
+        outputs, sent = self._forward(inputs, received)
+        given.clear()
+        if first:
+            self._end_part()
+            grown = Counter(self.ledger.live)
+            grown.subtract(before)
+            self.saved = {place: size for place, size in grown.items() if place[0] not in STAYING and size > 0}
+            self.sent = [value.form.bytes for value in sent]
+            self.given = [value.form.bytes for value in sent if value.flows]
         if self.training:
             roots = _roots(outputs, sent)
             del sent
-            after = run_backward(roots, self.ledger, self.prober, self.fsdp.end_backward)
-            if self.batches.defers:
-                self.waiting = max(0, sum(after[kind] - size for kind, size in before.items()))
+            waiting = run_backward(roots, self.ledger, self.prober, self.fsdp.end_backward)
+            self._end_part(self.saved, 0 if first else self.left)
+            if first and self.batches.defers:
+                self.left = max(0, sum(waiting[kind] for kind in _PASSING) - idle)
+        del received, messages
         return outputs
 
-    def _pending(self, inputs: Mapping[str, Value]) -> list[object]:
-        """Storages of the other micro-batches in flight. Two of them are run; each further one holds as much as the
-        second."""
-        held: list[object] = [Storage(self.ledger, self.batches.left * self.waiting, ACTIVATIONS)]
-        for _ in range(min(self.batches.in_flight - 1, 2)):
-            before = dict(self.ledger.live)
-            held.append(self._forward(self._received_anew(inputs)))
-        further = self.batches.in_flight - 3
-        if further > 0:
-            each = {kind: size - before[kind] for kind, size in self.ledger.live.items()}
-            held += [Storage(self.ledger, size * further, kind) for kind, size in each.items() if size > 0]
-        return held
+    def _passing(self) -> int:
+        live = self.ledger.by_kind()
+        return sum(live[kind] for kind in _PASSING)
 
-    def _received_anew(self, inputs: Mapping[str, Value]) -> dict[str, Value]:
-        """Inputs of another micro-batch: it has received tensors of its own."""
+    def _messages(self, received: Mapping[str, Value]) -> list[Storage]:
+        """Messages sent that torch holds on to: tensors, and gradients of tensors like those `received`."""
+        times = self.batches.count if self.batches.keeps_sent else 1
+        returned = [value.form.bytes for value in received.values() if value.flows]
+        return [Storage(self.ledger, times * size, COMMUNICATION) for size in (*self.sent, *returned)]
+
+    def _receive(self) -> dict[str, Value]:
+        """The tensors that a micro-batch receives, which its stage holds until its backward pass is over."""
+        self.ledger.block = BEFORE
         return {
-            name: Value(Storage(self.ledger, value.form.bytes, ACTIVATIONS), value.form, Leaf(value.form))
-            if value.storage.kind == ACTIVATIONS
-            else value
-            for name, value in inputs.items()
+            name: Value(Storage(self.ledger, form.bytes, ACTIVATIONS), form, Leaf(form) if has_gradient else None)
+            for name, (form, has_gradient) in self.received.items()
         }
 
-    def _forward(self, inputs: dict[str, Value]) -> tuple[dict[str, Value], list[Value]]:
+    def _end_part(self, saved: LiveBytes | None = None, left: int = 0) -> None:
+        self.parts.append(PartPeak(self.ledger.take_peak(), saved or {}, left))
+
+    def _forward(self, inputs: dict[str, Value], received: Mapping[str, Value]) -> tuple[dict[str, Value], list[Value]]:
         """Run the forward pass of one micro-batch; returns its outputs by name, and the tensors that it sends."""
         self.ledger.block = BEFORE
         forward = Forward(
             self.stage, self.ledger, self.prober, self.variables, self.resident, self.fsdp, self.training, self.stays
         )
         frame = Frame(self.variables.whole, self.resident, self.fsdp.parameters)
-        for name in inputs:
-            frame.assign(name, inputs[name])
+        for name, value in (*inputs.items(), *received.items()):
+            frame.assign(name, value)
         forward.body(self.stage.body, frame, forward.updated)
         outputs = {output.name: frame.read(name) for output in self.stage.outputs for name in references(output.value)}
         sent = [frame.read(name) for name in self.stage.sent]
@@ -164,7 +195,7 @@ class StepSimulation:
         self.fsdp.end_forward()
         # The caller held the arguments.
         inputs.clear()
-        del frame
+        del frame, name, value
         for value in outputs.values():
             if value.storage.kind not in (PARAMETERS, BUFFERS, INPUTS):
                 value.storage.turn(OUTPUTS)
@@ -221,11 +252,13 @@ MACHINES = {"cpu": Machine(), "cuda": Machine("cuda", unit=512, together=True, j
 @dataclass(frozen=True)
 class Stored:
     """Tensors that outlive a step: the dtype that floating-point parameters are stored in (None: that of the program),
-    the dtypes of inputs as they are given, and the optimizer (None: nothing is trained)."""
+    the dtypes of inputs as they are given, and the optimizer (None: nothing is trained). `others` are inputs that only
+    other stages read, with their layouts: callers pass all inputs on all ranks."""
 
     master: torch.dtype | None
     given: Mapping[str, torch.dtype]
     optimizer: str | None
+    others: Mapping[str, tuple[TensorType, Layout]] = field(default_factory=dict)
 
 
 def peak_memory(
@@ -236,9 +269,9 @@ def peak_memory(
     prober: Prober,
     mesh: Mesh,
     batches: MicroBatchInputs = WHOLE,
-) -> MemoryPeak:
-    """The peak memory on one device during a step that is not the first (or an evaluation): the batch and the outputs
-    of the model are live until the step ends."""
+) -> StepPeaks:
+    """The peak memory on one device during a step that is not the first (or an evaluation), for all numbers of
+    micro-batches that hold tensors at a time: the batch and the outputs of the model are live until the step ends."""
     ledger, blocks = Ledger(machine.unit, machine.in_place), _blocks(stage)
     program = stage.program
     training = stored.optimizer is not None
@@ -264,7 +297,11 @@ def peak_memory(
         form = Form.contiguous(program.types[name].shape, program.types[name].dtype)
         resident[name] = Value(Storage(ledger, form.bytes, BUFFERS), form)
     fsdp = FSDPSimulation(stage, resident, mesh, ledger, keeps=batches.gathered_once, joins=machine.joins)
-    step = StepSimulation(stage, variables, batches, resident, fsdp, ledger, prober, training)
+    received = {
+        item.name: (_local(item.type, stage.body.layouts[item.name], mesh, item.type.dtype), item.trainable)
+        for item in stage.received
+    }
+    step = StepSimulation(stage, variables, batches, resident, received, fsdp, ledger, prober, training)
     batch, local = _inputs(stage, stored, batches, ledger, mesh)
     returned = step.run(local)
     if training:
@@ -276,7 +313,7 @@ def peak_memory(
         more = update.for_all * sum(sizes) if machine.together else max(each, default=0)
         Storage(ledger, more, TRANSIENT)
     del batch, states, returned
-    return ledger.peak
+    return step.finish()
 
 
 def _blocks(stage: Stage) -> dict[str, str]:
@@ -302,27 +339,30 @@ def _local(type: TensorType, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> 
 def _inputs(
     stage: Stage, stored: Stored, batches: MicroBatchInputs, ledger: Ledger, mesh: Mesh
 ) -> tuple[list[Storage], dict[str, Value]]:
-    """The whole batch as it is given, and this rank's part of every input in the dtype of computation and of every
-    tensor received. Of an input in micro-batches the rank's part is live throughout, as are its micro-batches unless
-    they are views of it."""
+    """The whole batch as it is given, and this rank's part of every input in the dtype of computation. Of an input in
+    micro-batches the rank's part is live throughout, as are its micro-batches unless they are views of it."""
     batch: list[Storage] = []
     local: dict[str, Value] = {}
-    for item in stage.program.inputs:
-        dtype = stored.given.get(item.name, item.type.dtype)
-        count = batches.count if item.name in batches.inputs else 1
-        storage = Storage(ledger, count * prod(item.type.shape) * dtype.itemsize, INPUTS)
+
+    def hold(name: str, type: TensorType, layout: Layout) -> tuple[Storage, Form]:
+        dtype = stored.given.get(name, type.dtype)
+        count = batches.count if name in batches.inputs else 1
+        storage = Storage(ledger, count * prod(type.shape) * dtype.itemsize, INPUTS)
         batch.append(storage)
-        form = _local(item.type, stage.inputs[item.name], mesh, item.type.dtype)
-        if dtype != item.type.dtype or form.shape != item.type.shape:
+        form = _local(type, layout, mesh, type.dtype)
+        if dtype != type.dtype or form.shape != type.shape:
             storage = Storage(ledger, count * form.bytes, INPUTS)
         if batches.count > 1:
             batch.append(storage)
-        if item.name in batches.copied:
+        if name in batches.copied:
             copies = [Storage(ledger, form.bytes, INPUTS) for _ in range(count)]
-            batch += copies
+            batch.extend(copies)
             storage = copies[-1]
+        return storage, form
+
+    for name, (type, layout) in stored.others.items():
+        hold(name, type, layout)
+    for item in stage.program.inputs:
+        storage, form = hold(item.name, item.type, stage.inputs[item.name])
         local[item.name] = Value(storage, form, Leaf(form) if item.trainable else None)
-    for item in stage.received:
-        form = _local(item.type, stage.body.layouts[item.name], mesh, item.type.dtype)
-        local[item.name] = Value(Storage(ledger, form.bytes, ACTIVATIONS), form, Leaf(form) if item.trainable else None)
     return batch, local

@@ -13,13 +13,15 @@ class ScheduleKind:
     """Limits and properties of a schedule of any size.
 
     A rank has `least` to `most` stages (None: any number). `fills`: as many micro-batches as stages are needed.
-    `rounds`: micro-batches come in max(1, micro_batches // ranks) rounds of equal size.
+    `rounds`: micro-batches come in max(1, micro_batches // ranks) rounds of equal size. `keeps_sent`: torch holds all
+    tensors that a rank sends until the step ends.
     """
 
     least: int = 1
     most: int | None = 1
     fills: bool = False
     rounds: bool = False
+    keeps_sent: bool = True
 
     def has(self, per_rank: int) -> bool:
         """Whether a rank may have so many stages."""
@@ -28,8 +30,8 @@ class ScheduleKind:
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     {
-        "gpipe": ScheduleKind(),
-        "1f1b": ScheduleKind(fills=True),
+        "gpipe": ScheduleKind(keeps_sent=False),
+        "1f1b": ScheduleKind(fills=True, keeps_sent=False),
         "interleaved_1f1b": ScheduleKind(least=2, most=None, rounds=True),
         "zb_h1": ScheduleKind(rounds=True),
         "interleaved_zero_bubble": ScheduleKind(least=2, most=None, rounds=True),

@@ -15,13 +15,17 @@ from passes.cost.liveness import (
     EventKind,
     Form,
     ForwardProfile,
+    MemoryPeak,
+    PartPeak,
     ResultStorage,
+    StepPeaks,
     StorageRef,
     Task,
     forward,
 )
 from passes.cost.liveness.graph import ACTIVATIONS, GRADIENTS, TRANSIENT, Ledger, Noted, Storage, StorageOrigin, rerun
 from passes.cost.liveness.graph import Recomputable as MadeAgain
+from passes.cost.schedules import Held
 from passes.ir.plan import ProgramPlan
 
 
@@ -203,7 +207,7 @@ def test_what_is_made_again_stays_until_its_last_use() -> None:
     assert ledger.total == 40
     again = rerun(first, ledger, Doubling())
     assert ledger.total == 40 + 80
-    assert ledger.peak_total == 40 + 2 * 80
+    assert ledger.take_peak().peak == 40 + 2 * 80
     del again
     assert ledger.total == 40 + 80
     again = rerun(second, ledger, Doubling())
@@ -223,10 +227,22 @@ def test_ledger_takes_whole_units_and_remembers_the_peak() -> None:
     first.turn(GRADIENTS)
     del second
     Storage(ledger, 100, TRANSIENT)
-    assert ledger.peak.moment == "a"
-    assert {kind: size for kind, size in ledger.peak.bytes_by_kind.items() if size} == {
-        TRANSIENT: 512,
-        ACTIVATIONS: 1024,
-    }
-    assert {kind: size for kind, size in ledger.live.items() if size} == {GRADIENTS: 512}
-    assert set(ledger.live) == set(KINDS)
+    peak = ledger.take_peak()
+    assert peak.moment == "a"
+    assert {kind: size for kind, size in peak.bytes_by_kind.items() if size} == {TRANSIENT: 512, ACTIVATIONS: 1024}
+    assert {kind: size for kind, size in ledger.by_kind().items() if size} == {GRADIENTS: 512}
+    assert set(ledger.by_kind()) == set(KINDS)
+    # The next peak is of what comes after.
+    assert ledger.take_peak().peak == 512
+
+
+def test_peaks_with_micro_batches_in_flight() -> None:
+    """Each part of a step grows by what its other micro-batches hold; the largest with them is the peak."""
+    begin = PartPeak(MemoryPeak({ACTIVATIONS: 100}, "begin", {"": 100}), {}, 0)
+    passes = PartPeak(MemoryPeak({ACTIVATIONS: 50}, "pass", {"layers": 50}), {(ACTIVATIONS, "layers"): 20}, 5)
+    peaks = StepPeaks((begin, passes))
+    assert [peaks.bytes_with([Held(saved)]) for saved in (1, 3, 4)] == [100, 100, 110]
+    assert peaks.bytes_with([Held(1, 20), Held(4)]) == 150
+    assert peaks.with_held([Held(3)]).moment == "begin"
+    most = peaks.with_held([Held(4, 1)])
+    assert (most.moment, most.peak, dict(most.bytes_by_block)["layers"]) == ("pass", 115, 110)

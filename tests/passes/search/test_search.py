@@ -11,7 +11,7 @@ from autopar.options import Options
 from autopar.request import make_request
 from passes.capture import capture
 from passes.clock import Clock
-from passes.cost.liveness import MemoryPeak
+from passes.cost.liveness import MemoryPeak, PartPeak, StepPeaks
 from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decisions
 from passes.ir.errors import InfeasibleError
@@ -43,10 +43,10 @@ class Simulator:
     def __init__(self, limit: float, exceeding: int) -> None:
         self.limit, self.exceeding, self.seen = limit, exceeding, list[str]()
 
-    def __call__(self, lowered: object, *_: object) -> tuple[MemoryPeak, ...]:
+    def __call__(self, lowered: object, *_: object) -> tuple[StepPeaks, ...]:
         self.seen.append(str(lowered))
         peak = self.limit + 1 if len(self.seen) <= self.exceeding else 1
-        return (MemoryPeak({"activations": int(peak)}, "here", {}),)
+        return (StepPeaks((PartPeak(MemoryPeak({"activations": int(peak)}, "here", {}), {}, 0),)),)
 
 
 def test_a_plan_that_does_not_fit_is_not_tried_again(asked: tuple[Space, Program]) -> None:
