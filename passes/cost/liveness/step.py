@@ -185,9 +185,7 @@ class StepSimulation:
         forward = Forward(
             self.stage, self.ledger, self.prober, self.variables, self.resident, self.fsdp, self.training, self.stays
         )
-        frame = Frame(self.variables.whole, self.resident, self.fsdp.parameters)
-        for name, value in (*inputs.items(), *received.items()):
-            frame.assign(name, value)
+        frame = self._frame(inputs, received)
         forward.body(self.stage.body, frame, forward.updated)
         outputs = {output.name: frame.read(name) for output in self.stage.outputs for name in references(output.value)}
         sent = [frame.read(name) for name in self.stage.sent]
@@ -195,11 +193,18 @@ class StepSimulation:
         self.fsdp.end_forward()
         # The caller held the arguments.
         inputs.clear()
-        del frame, name, value
+        del frame
         for value in outputs.values():
             if value.storage.kind not in (PARAMETERS, BUFFERS, INPUTS):
                 value.storage.turn(OUTPUTS)
         return outputs, sent
+
+    def _frame(self, inputs: Mapping[str, Value], received: Mapping[str, Value]) -> Frame:
+        """A frame of variables at the beginning of a forward pass."""
+        frame = Frame(self.variables.whole, self.resident, self.fsdp.parameters)
+        for name, value in (*inputs.items(), *received.items()):
+            frame.assign(name, value)
+        return frame
 
     def _put_together(self, returned: dict[str, Value]) -> None:
         """Concatenate the outputs of all micro-batches, while the parts are live."""
