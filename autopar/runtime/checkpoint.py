@@ -27,7 +27,7 @@ class Loadable(nn.Module):
 
         A value is the whole plain tensor, of which each rank takes its part, or a `DTensor` on the mesh of the
         parameter. It is converted to the dtype and device of the parameter. With `assign=True` parameters become new
-        ones, with these properties all the same, and tied parameters stay tied.
+        ones, with these properties all the same, or those given where they have them, and tied parameters stay tied.
 
         In pipeline stages it takes the state dict of the whole model, of which each rank keeps what its stages hold, or
         that of this rank's stages alone.
@@ -123,7 +123,9 @@ def _placed_like(current: Tensor, value: Tensor, assign: bool) -> Tensor:
             shape=current.shape,
             stride=current.stride(),
         )
-    return value.detach().to(current) if assign else value
+    if not assign or (isinstance(value, nn.Parameter) and value.dtype == current.dtype):
+        return value
+    return value.detach().to(current)
 
 
 def _tie_again(module: nn.Module, before: Mapping[str, Tensor]) -> None:

@@ -1,9 +1,10 @@
 """Comparison of a module's current parameters with the planned ones."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from passes._torch import parameters_of
 from passes.ir.errors import InputError
@@ -43,11 +44,13 @@ class ParameterWatch:
         """Whether each parameter requires a gradient now, by one byte; `names` says whose.
 
         Raises InputError for a parameter that requires a gradient, but was frozen when it was planned, for one without
-        values, and for tied parameters that are not tied any more.
+        values, for tied parameters that are not tied any more, and for one in whose place there is a tensor that cannot
+        replace it.
         """
         self._check_values()
         now = self._now()
         if not all(map(is_, now, self._found)):
+            self._check_replaced(now)
             self._check_ties(now)
             self._found = now
         flags = bytes([parameter.requires_grad for parameter in now])
@@ -58,6 +61,20 @@ class ParameterWatch:
 
     def _now(self) -> list[nn.Parameter]:
         return [item for table, name, _ in self._places if (item := table[name]) is not None]
+
+    def _check_replaced(self, now: Sequence[nn.Parameter]) -> None:
+        """`torch.func.functional_call` replaces parameters without asking the module."""
+        for name, old, new in zip(self.names, self._found, now, strict=True):
+            if not alike(new, old):
+                raise InputError(
+                    f"the parameter {name!r} was replaced by a tensor of another shape, dtype or placements: replace "
+                    "it by a DTensor like the parameter"
+                )
+            if new.grad_fn is not None:
+                raise InputError(
+                    f"the parameter {name!r} was replaced by a computed tensor, to which gradients do not flow: pass "
+                    "torch.func.functional_call and its like leaves of autograd, nn.Parameter(tensor.detach())"
+                )
 
     def _check_frozen(self, flags: bytes) -> None:
         for name, requires_grad in zip(self.names, flags, strict=True):
@@ -84,3 +101,12 @@ def places_of(root: nn.Module) -> Iterator[Place]:
         for name, parameter in parameters_of(part).items():
             if parameter is not None:
                 yield parameters_of(part), name, f"{path}.{name}" if path else name
+
+
+def alike(one: Tensor | None, other: Tensor) -> bool:
+    """Whether a tensor can take the place of another one: of the same shape and dtype, and placed alike."""
+    if one is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not isinstance(other, DTensor):
+        return not isinstance(one, DTensor)
+    return isinstance(one, DTensor) and one.placements == other.placements and one.device_mesh == other.device_mesh

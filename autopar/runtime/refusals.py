@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import REGISTRY_KEY, STATE_KEY, call_hooks, has_hooks, parts_of, state_asked
+from autopar.runtime.parameters import alike
 from passes._torch import PARAMETERS, buffers_of, parameters_of
 from passes.ir.errors import UnsupportedAttributeError, UnsupportedError
 
@@ -251,14 +252,5 @@ def _check_replacement(kind: str, name: str, known: Tensor | None, given: Tensor
     """Raise UnsupportedError unless `given` can replace `known`, the parameter or buffer called `name`."""
     if known is None:
         raise UnsupportedError(f"no {kind} can be added to a distributed module, not {name!r} either: {_BEFORE}")
-    if not _alike(given, known):
+    if not alike(given, known):
         raise UnsupportedError(f"the {kind} {name!r} of a distributed module can only be replaced by {instead}")
-
-
-def _alike(one: Tensor | None, other: Tensor) -> bool:
-    """Whether a tensor can take the place of another one."""
-    if one is None or one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not isinstance(other, DTensor):
-        return not isinstance(one, DTensor)
-    return isinstance(one, DTensor) and one.placements == other.placements and one.device_mesh == other.device_mesh

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 from autopar.runtime.ranks.failures import naming_collectives
 
@@ -32,6 +33,10 @@ class _ShardedParameter(Protocol):
 
     _unsharded_param: nn.Parameter
     unsharded_accumulated_grad: Tensor | None
+    sharded_param: nn.Parameter
+
+    def reset_sharded_param(self) -> None:
+        """Take over the memory of `sharded_param`."""
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Add the gradient of `_unsharded_param` to `unsharded_accumulated_grad`, if that is there."""
@@ -78,6 +83,11 @@ class GatheredParameter:
     def _lies_apart(self) -> bool:
         """Whether gradients of another dtype than the parameter's have a place of their own."""
         return not isinstance(getattr(type(self._sharded), "unsharded_accumulated_grad", None), property)
+
+    def store_in(self, part: Tensor) -> None:
+        """Store this rank's part in the memory of `part`, which must be contiguous. It must not be gathered."""
+        cast(DTensor, self._sharded.sharded_param)._local_tensor = part
+        self._sharded.reset_sharded_param()
 
     def note_change(self) -> None:
         """Bump the version counter: a regathered parameter has other values, which torch hides from autograd."""

@@ -65,6 +65,10 @@ class LeafParameter:
     def settle(self) -> None:
         """Autograd has accumulated the gradient in its dtype."""
 
+    def store_in(self, part: Tensor) -> None:
+        """Store this rank's part in the memory of `part`."""
+        self.parameter.data = part
+
     def note_change(self) -> None:
         """Let autograd know that the values have changed, through memory that is shared."""
         increment_version(self.parameter)
@@ -103,7 +107,13 @@ class UnitGradients:
         self.parameters: list[UnitParameter] = []
         # The parameters that users see: a table of a module's parameters, and a name in it.
         self._places: list[tuple[Mapping[str, nn.Parameter | None], str]] = []
+        # The parameters that were there when a program last ran, with the addresses of their parts and their versions.
+        self._seen: list[nn.Parameter] = []
+        self._addresses: list[int] = []
         self._versions: list[int] = []
+        # The numbers of parameters that share memory with those of units, and of those with a copy in another layout.
+        self._shared: list[int] = []
+        self._turned: list[int] = []
         # Whether `.grad` of some parameter may be a gradient that is not reduced.
         self._pending = False
         # Reduced gradients that wait for an all-to-all with others, with the numbers of their parameters.
@@ -128,22 +138,58 @@ class UnitGradients:
         """Find in `root` the parameters that users see."""
         paths = (item.path.rpartition(".") for item in self.parameters)
         self._places = [(parameters_of(root.get_submodule(path)), name) for path, _, name in paths]
+        self._seen = self._now()
+        self._turned = [number for number, item in enumerate(self.parameters) if item.turn.forth.steps]
+        self._shared = [number for number, item in enumerate(self.parameters) if not item.turn.forth.steps]
+        self._addresses = [address_of(seen) for seen in self._seen]
         self._versions = [0] * len(self.parameters)
 
     def seen(self, number: int) -> nn.Parameter:
-        """The parameter that users see now: they may put another one in its place."""
-        table, name = self._places[number]
-        found = table[name]
-        assert found is not None
-        return found
+        """The parameter that users saw when a program last ran, which takes the gradients of this run even if they put
+        another one in its place."""
+        return self._seen[number]
 
-    def all_seen(self) -> list[nn.Parameter]:
-        """All parameters that users see now, by number."""
+    def _now(self) -> list[nn.Parameter]:
         return [found for table, name in self._places if (found := table[name]) is not None]
+
+    def follow(self, gathered: bool) -> None:
+        """Follow the parameters that users see now: others than before, values in other memory, which the units take
+        over, and parameters that are frozen.
+
+        Memory that is left is not written to any more: a parameter that was replaced may be put back. Raises InputError
+        where memory changes while parameters are `gathered`.
+        """
+        self._seen = self._now()
+        for number in self._shared:
+            address, item = address_of(self._seen[number]), self.parameters[number]
+            if address == self._addresses[number] == address_of(item.kept):
+                continue
+            if gathered:
+                raise InputError(
+                    f"the parameter {item.path!r} was replaced within keeping_parameters(): replace it outside"
+                )
+            part = part_of(self._seen[number])
+            if address == self._addresses[number]:
+                part_of(item.kept).copy_(part)
+            else:
+                item.unreduced.store_in(part.contiguous())
+                self._addresses[number] = address
+            item.unreduced.note_change()
+
+    def copies(self) -> list[Transfer]:
+        """Transfers of values to those units that store copies in other layouts."""
+        items = ((self.parameters[number], self._seen[number]) for number in self._turned)
+        return [Transfer(item.turn.forth, part_of(seen), part_of(item.kept)) for item, seen in items]
+
+    def follow_freezing(self) -> None:
+        """Freeze and unfreeze what the units store as users do with the parameters that they see."""
+        for item, seen in zip(self.parameters, self._seen, strict=True):
+            if item.trainable and item.kept.requires_grad != seen.requires_grad:
+                item.kept.requires_grad_(seen.requires_grad)
 
     def take_versions(self) -> None:
         """Bump the version counters of parameters changed in place: graphs that saved them are invalid."""
-        versions = [version_of(seen) for seen in self.all_seen()]
+        versions = [version_of(seen) for seen in self._seen]
         if versions == self._versions:
             return
         for item, version, before in zip(self.parameters, versions, self._versions, strict=True):

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from autopar.runtime.fsdp import _torch as fsdp
-from autopar.runtime.fsdp.gradients import OwnPart, UnitGradients, UnitParameter, address_of, part_of
+from autopar.runtime.fsdp.gradients import OwnPart, UnitGradients, UnitParameter
 from autopar.runtime.fsdp.reductions import BackwardPasses, Reductions
-from autopar.runtime.fsdp.turns import Transfer, Turn, Way, transfer_all
+from autopar.runtime.fsdp.turns import Turn, Way, transfer_all
 from autopar.runtime.fsdp.units import ParameterGroup, PartView
 from autopar.runtime.ranks.groups import axes_group, data_mesh
 from autopar.runtime.state import axis_along, mesh_of
@@ -316,19 +316,14 @@ class FSDPManager:
         self._places = held.call_order
 
     def _take_values(self) -> None:
-        """Follow the parameters that users see: values in other memory, as `load_state_dict(..., assign=True)` brings
-        them, and parameters that are frozen."""
-        copies = []
-        for item, seen in zip(self._gradients.parameters, self._gradients.all_seen(), strict=True):
-            if item.turn.forth.steps:
-                copies.append(Transfer(item.turn.forth, part_of(seen), part_of(item.kept)))
-            elif address_of(seen) != address_of(item.kept):
-                part_of(item.kept).copy_(part_of(seen))
+        """Follow the parameters that users see: their values, and whether they are frozen."""
+        again = self._keeping and self._has_turned
+        self._gradients.follow(gathered=again)
+        if self._has_run:
             # torch reads at the first call which parameters are trained at all.
-            if self._has_run and item.trainable and item.kept.requires_grad != seen.requires_grad:
-                item.kept.requires_grad_(seen.requires_grad)
-        if not self._keeping or not self._has_turned:
-            transfer_all(copies)
+            self._gradients.follow_freezing()
+        if not again:
+            transfer_all(self._gradients.copies())
         self._has_turned = True
 
 
