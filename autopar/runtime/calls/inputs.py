@@ -321,7 +321,7 @@ class RowLoader:
             Leaf(name, tensor, frozenset(() if dim is None else (number + self._outer for number in numbers)))
             for name, (tensor, dim) in sorted(tensors.items())
         ]
-        self._values.compare(self._number, lambda: leaves)
+        self._values.compare(self._number, tuple(numbers), lambda: leaves)
         return map_leaves(
             batch,
             lambda name, leaf: self._whole(*tensors[name], numbers, own) if name in tensors else leaf,

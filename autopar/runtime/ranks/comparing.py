@@ -86,16 +86,17 @@ class CallComparison:
         Only calls that all ranks make alike are counted, so that all have the same number.
         """
         trainable = self._trainable(flags, parameters)
-        numbers, difference = self._agreement.compared(
-            _WHAT, self._where, _description(call, surroundings), self._held.number(trainable)
-        )
+        description = _description(call, surroundings)
+        numbers, difference = self._agreement.compared(_WHAT, self._where, description, self._held.number(trainable))
         if difference is not None:
             raise self._error(_difference_text(difference), difference.name)
         difference = self._held.difference(numbers, trainable)
         if difference is not None:
             raise self._error(_trainable_text(difference), "trainable")
         self._number += 1
-        self._comparison.compare(self._number, partial(self._leaves, call))
+        # As likely as the first call, the first one of evaluation or of another size has each rank's own samples.
+        kind = repr([said for name, said in description.items() if name != "random"])
+        self._comparison.compare(self._number, kind, partial(self._leaves, call))
 
     def _trainable(self, flags: bytes, parameters: ParameterWatch) -> Mapping[str, object]:
         """Whether each parameter that this rank holds requires a gradient."""

@@ -1,6 +1,6 @@
 """Periodic comparison of the values of batches between ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -12,7 +12,7 @@ from autopar.runtime.ranks.agreement import Agreement
 from passes.ir.errors import InputError
 from passes.ir.mesh import Mesh
 
-# Values are compared the first two times, and then every time whose number this divides.
+# Values are compared the first two times, the first time of each kind, and every time whose number this divides.
 EVERY = 100
 # Elements that are summed at a time: the temporary tensors take 8 bytes for each.
 _CHUNK = 1 << 20
@@ -79,7 +79,7 @@ class Checksums:
 class ValueComparison:
     """Compares the parts that ranks should have alike, by checksums that are taken where the tensors are.
 
-    The first comparison waits for them; later ones are read at the next call, when they are there.
+    The first comparison of a kind waits for them; later ones are read at the next call, when they are there.
     """
 
     def __init__(self, agreement: Agreement, mesh: Mesh, what: str, advice: str) -> None:
@@ -90,22 +90,26 @@ class ValueComparison:
         self._what = what
         self._advice = advice
         self._pending: Callable[[], None] | None = None
+        self._kinds: set[Hashable] = set()
 
-    def compare(self, number: int, taken: Callable[[], Sequence[Leaf]]) -> None:
+    def compare(self, number: int, kind: Hashable, taken: Callable[[], Sequence[Leaf]]) -> None:
         """Compare the values of an earlier call, and where it is due those of this one, the `number`-th from 1: what
-        `taken` returns.
+        `taken` returns. It is due in the first call of each `kind`, too.
 
-        Collective over the mesh; all ranks give the same names. Raises InputError on all ranks.
+        Collective over the mesh; all ranks give the same names and kind. Raises InputError on all ranks.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()
-        if self._agreement.alone or (number > 2 and number % EVERY):
+        new = kind not in self._kinds
+        if self._agreement.alone or not (new or number <= 2 or number % EVERY == 0):
             return
         leaves = taken()
         read = partial(self._read, number, leaves, Checksums([leaf.part for leaf in leaves]))
-        if number == 1:
+        if new:
             read()
+            # Where values differ, the next call of the kind is compared again.
+            self._kinds.add(kind)
         else:
             self._pending = read
 

@@ -233,6 +233,29 @@ def test_comparing_does_not_wait() -> None:
     assert last.startswith("target had other values on rank 1 of the mesh than on rank 0 in call 5 of this module")
 
 
+def _kinds() -> list[str]:
+    """Errors of calls after three that were right, in training mode with the planned sizes."""
+    dist_model, _, mesh = parallel_stack()
+    for _ in range(3):
+        dist_model(**batch())
+    found = [said(lambda: dist_model(**batch(4, seed=mesh.get_rank())))]
+    with torch.no_grad():
+        found += [said(lambda: dist_model(**batch(seed=mesh.get_rank()))) for _ in range(2)]
+        dist_model(**batch())
+        # It is one of a kind that was compared, and not the hundredth.
+        dist_model(**batch(seed=mesh.get_rank()))
+        found.append(said(lambda: dist_model.eval()(**batch(seed=mesh.get_rank()))))
+    return found
+
+
+def test_values_are_compared_in_the_first_call_of_a_kind() -> None:
+    """With another size, without gradients, in evaluation; and again if they differed."""
+    every = run_ranks(_kinds, 4)
+    assert all(found == every[0] for found in every)
+    for number, text in zip((4, 5, 6, 9), every[0], strict=True):
+        assert f"had other values on rank 1 of the mesh than on rank 0 in call {number} of this module" in text
+
+
 # --- parameters that train --------------------------------------------------------------------------------------------
 
 
