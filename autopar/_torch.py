@@ -48,6 +48,7 @@ __all__ = [
     "StridedShard",
     "as_distributed",
     "backend_name",
+    "backward_hooks",
     "call_hooks",
     "collectives",
     "default_store",
@@ -249,10 +250,13 @@ def share_tables(module: nn.Module, other: nn.Module) -> None:
 
 def call_hooks(module: nn.Module, backward: bool = True) -> Sequence[Callable[..., object]]:
     """The hooks that run when a module is called, and with `backward` those of its backward pass."""
-    tables: list[Mapping[int, Callable[..., object]]] = [module._forward_pre_hooks, module._forward_hooks]
-    if backward:
-        tables += [module._backward_pre_hooks, module._backward_hooks]
-    return [hook for table in tables for hook in table.values()]
+    forward = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [*forward, *backward_hooks(module)] if backward else forward
+
+
+def backward_hooks(module: nn.Module) -> Sequence[Callable[..., object]]:
+    """The hooks that run in the backward pass of a module."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
 
 
 def pickled_state(module: nn.Module, parts: Mapping[str, nn.Module], more: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar.models import huggingface
 from autopar.models.fingerprint import structure_fingerprint
+from autopar.models.hooks import refuse_gradient_hooks
 from autopar.models.huggingface import completed, is_huggingface, made_inputs, settings
 from autopar.models.losses import joined_loss
 from autopar.options import Precision
@@ -59,8 +60,11 @@ def read_model(model: nn.Module, example_inputs: ExampleInputs | None, request: 
     """Read `model`, which `with_loss` may have joined with a loss, and check and complete its inputs.
 
     Raises InputError for inputs that it does not take or that are missing, MicroBatchError for a batch that cannot be
-    cut as requested, and PlanMismatchError for another loss than that of a plan to replay.
+    cut as requested, PlanMismatchError for another loss than that of a plan to replay, and UnsupportedError for hooks
+    on gradients.
     """
+    if request.objective == "train":
+        refuse_gradient_hooks(model)
     joined, plan = joined_loss(model), request.plan
     loss, required = ("", ()) if joined is None else (joined.fingerprint, joined.required)
     if plan is not None:

@@ -164,6 +164,14 @@ class CalledPart(DistributedPart):
 
     # The first attribute that torch.compile asks for.
     _torchdynamo_orig_callable = property(compile)
+    # An attribute that transformers.Trainer and accelerate's prepare ask for, before they move or wrap a model.
+    hf_device_map = property(
+        _refusal(
+            "transformers.Trainer and accelerate cannot take a distributed module, which has its own placement, "
+            "gradients and checkpoints",
+            "train it in a loop, as examples/finetune.py does",
+        )
+    )
 
 
 # --- methods and attributes of the model -----------------------------------------------------------------------------

@@ -56,6 +56,7 @@ REFUSED: dict[str, tuple[Callable[[DistributedModule], object], str]] = {
     "share memory": (lambda module: module.share_memory(), "parallelize in each process"),
     "apply": (lambda module: module.apply(_ignore), "initialize the model"),
     "compile": (torch.compile, "compiled=True"),
+    "trainer": (lambda module: getattr(module, "hf_device_map", None), "transformers.Trainer"),
     "compile in place": (lambda module: module.compile(), "compiled=True"),
     "script": (torch.jit.script, "torch.jit"),
     "trace": (lambda module: torch.jit.trace(module, example_kwarg_inputs=batches(1)[0]), "torch.jit"),

@@ -1,0 +1,81 @@
+"""Hooks that a stock model has before it is planned."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.testing import compare
+from tests.models import Stack
+
+MESH = {"dp": 2}
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    return {name: torch.ones(4, 16) for name in ("x", "target")}
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+# What is registered, and the beginning of the sentence.
+LOST: dict[str, tuple[Callable[[Stack], object], str]] = {
+    "parameter": (
+        lambda model: model.blocks[0].up.weight.register_hook(_ignore),
+        "the parameter 'blocks.0.up.weight' has a hook",
+    ),
+    "parameter, accumulated": (
+        lambda model: model.blocks[1].up.bias.register_post_accumulate_grad_hook(_ignore),
+        "the parameter 'blocks.1.up.bias' has a hook",
+    ),
+    "part": (
+        lambda model: model.blocks[0].register_full_backward_hook(_ignore),
+        "the part 'blocks.0' has a backward hook",
+    ),
+    "part, before": (
+        lambda model: model.blocks[0].register_full_backward_pre_hook(_ignore),
+        "the part 'blocks.0' has a backward hook",
+    ),
+    "model": (lambda model: model.register_full_backward_hook(_ignore), "Stack has a backward hook"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_hooks_on_gradients_are_refused(name: str) -> None:
+    """They would be lost; for inference they do not matter."""
+    register, said = LOST[name]
+    model = Stack()
+    register(model)
+    with pytest.raises(autopar.UnsupportedError, match=said):
+        autopar.plan(model, MESH, _batch(), cluster="ideal")
+    autopar.plan(model, MESH, _batch(), cluster="ideal", objective="infer")
+
+
+def _doubled(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+def _more(_: nn.Module, __: object, output: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**output, "loss": 3 * output["loss"]}
+
+
+def test_forward_hooks_are_traced(caplog: pytest.LogCaptureFixture) -> None:
+    """Outputs and gradients are those with the hooks, on a part and on the model; a warning says that they are not
+    called."""
+    model = Stack().double()
+    model.blocks[0].up.register_forward_hook(_doubled)
+    model.register_forward_hook(_more)
+    data = {name: item.double() for name, item in _batch().items()}
+    with caplog.at_level(logging.WARNING, "autopar"):
+        autopar.plan(model, MESH, data, cluster="ideal")
+    comparison = compare(model, MESH, data, cluster="ideal")
+    assert comparison.worst[1] <= 1e-12, str(comparison)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split(":")[0] for text in said] == [
+        "Stack has a forward hook",
+        "the part 'blocks.0.up' has a forward hook",
+    ]
