@@ -305,9 +305,9 @@ class DistributedModule(Initializable, CalledPart):
         In pipeline stages it is the only way to gradients. Then the output's tensors with dims are None on the ranks of
         other stages than the one that computes them, unless the plan has `outputs="full"`; the loss is on all.
 
-        Raises InputError if the output has no loss, and within `torch.no_grad()`; UnsupportedError for hooks on this
-        module where there are micro-batches, which run without them, and in pipeline stages for hooks on its
-        parameters; and what a call raises.
+        Raises InputError if the output has no loss, and within `torch.no_grad()`; where there are micro-batches,
+        UnsupportedError for hooks on this module, which they run without, and for hooks on its parameters, which would
+        see the gradients of some of them; and what a call raises.
         """
         return self._failures.run(self._forward_backward, *args, **kwargs)
 
@@ -316,8 +316,7 @@ class DistributedModule(Initializable, CalledPart):
         if batching is not None:
             with self._comparison.telling():
                 refuse_module_hooks(self)
-                if self._pipeline is not None:
-                    refuse_parameter_hooks(self)
+                refuse_parameter_hooks(self._watch.named())
                 if not torch.is_grad_enabled():
                     raise InputError(
                         "forward_backward computes gradients: call it without torch.no_grad() and inference mode"

@@ -59,6 +59,10 @@ class ParameterWatch:
             self._checked = flags
         return flags
 
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by name; tied ones several times, under the first name."""
+        return zip(self.names, self._now(), strict=True)
+
     def _now(self) -> list[nn.Parameter]:
         return [item for table, name, _ in self._places if (item := table[name]) is not None]
 

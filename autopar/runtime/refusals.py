@@ -5,7 +5,7 @@ parameters: they are never called, and nothing else can take their place. Things
 their cause, or be ignored without a word, so they raise `UnsupportedError` when they are asked for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -240,9 +240,9 @@ def refuse_module_hooks(module: nn.Module) -> None:
         )
 
 
-def refuse_parameter_hooks(module: nn.Module) -> None:
-    """Raise UnsupportedError for a module of which a parameter has hooks."""
-    name = next((name for name, parameter in module.named_parameters() if has_hooks(parameter)), None)
+def refuse_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise UnsupportedError for parameters, by name, of which one has hooks."""
+    name = next((name for name, parameter in parameters if has_hooks(parameter)), None)
     if name is not None:
         raise UnsupportedError(
             f"the parameter {name!r} has a hook, which would see gradients before those of all micro-batches and "

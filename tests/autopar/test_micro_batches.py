@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import autopar
-from autopar import InputError, MicroBatchError, Plan, PlanMismatchError, parallelize
+from autopar import InputError, MicroBatchError, Plan, PlanMismatchError, UnsupportedError, parallelize
 from autopar.testing import LiftFloat32, compare_on_mesh
 from autopar.testing.ranks import run_ranks
 from passes.ir.configuration import RECOMPUTE
@@ -141,6 +141,19 @@ def _lifted_steps(text: str) -> dict[str, float]:
         errors["indivisible"] = 1.0
     except InputError as error:
         errors["indivisible"] = float("a batch of 3 cannot be cut into 2 micro-batches" not in str(error))
+
+    # Hooks would see gradients of single micro-batches.
+    weight = module.get_parameter("transformer.h.1.mlp.c_fc.weight")
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+        handle = register(lambda *_: None)
+        with pytest.raises(UnsupportedError, match=r"'transformer.h.1.mlp.c_fc.weight' has a hook, which would see"):
+            module.forward_backward(**first)
+        handle.remove()
+    own.zero_grad()
+    other.zero_grad()
+    module.forward_backward(**first)
+    model(**first).loss.backward()
+    errors["gradients after hooks"] = _worst_gradient(module, model)
     return errors
 
 
