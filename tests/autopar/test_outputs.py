@@ -154,6 +154,21 @@ def _mixed() -> None:
             autopar.InputError, match=r"meets a plain tensor: plan the loss .*outputs='full'.*full_tensor"
         ):
             use()
+    mean = logits.mean()
+    for read in (
+        lambda: mean.item(),
+        lambda: float(mean),
+        lambda: bool(mean),
+        lambda: torch.is_nonzero(mean),
+        lambda: f"{mean:.3f}",
+        lambda: logits.tolist(),
+        lambda: logits.detach().numpy(),
+    ):
+        with pytest.raises(autopar.InputError, match=r"so this rank has a part of its values: call .full_tensor\(\)"):
+            read()
+    assert "Partial(avg)" in f"{mean}"
+    assert abs(mean.full_tensor().item() - expected.mean().item()) < 1e-12
+    assert (mean > expected.mean().item() - 1e-6).item() is True
     # All else is as on a DTensor, gradients included; nothing else becomes an output.
     loss = logits.float().log_softmax(-1).sum()
     whole = loss.full_tensor() if isinstance(loss, DTensor) else loss

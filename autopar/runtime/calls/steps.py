@@ -114,9 +114,18 @@ def _sum(leaves: Sequence[object]) -> Tensor:
 _MIXED = "mixed torch.Tensor and DTensor"
 
 
+# Functions that read values, by the names of the methods. Of a `DTensor`, torch reads the part of the rank that asks.
+_READING = frozenset(
+    (
+        *("item", "tolist", "numpy", "is_nonzero", "__array__", "__format__"),
+        *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
+    )
+)
+
+
 class PlannedTensor(DTensor):
-    """An output of a distributed module, or a result computed from one: a `DTensor` with a clearer error message where
-    it is mixed with a plain tensor."""
+    """An output of a distributed module, or a result computed from one: a `DTensor` with clearer error messages where
+    it is mixed with a plain tensor, and where values are read of which each rank has a part."""
 
     @classmethod
     def __torch_function__(
@@ -127,6 +136,9 @@ class PlannedTensor(DTensor):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Run an op as on a `DTensor`."""
+        # `str()` and f-strings print a tensor as it is.
+        if getattr(func, "__name__", "") in _READING and tuple(args[1:]) != ("",):
+            _check_whole(args[0])
         try:
             with without_subclasses():
                 result = func(*args, **(kwargs or {}))
@@ -150,6 +162,16 @@ class PlannedTensor(DTensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         """Pickled as a `DTensor`, which `torch.load` knows."""
         return cast(str | tuple[object, ...], _as_dtensor(self).__reduce_ex__(protocol))  # type: ignore[no-untyped-call]
+
+
+def _check_whole(tensor: object) -> None:
+    """Raise InputError for a tensor of which each rank has a part, or an addend."""
+    if isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements):
+        raise InputError(
+            f"a tensor that was computed from an output of the distributed module has the placements "
+            f"{tensor.placements}, so this rank has a part of its values: call .full_tensor() on all ranks, and read "
+            "that"
+        )
 
 
 def _as_dtensor(tensor: Tensor) -> DTensor:
