@@ -93,6 +93,8 @@ def make_request(mesh: MeshLike, options: Options, device_type: str | None = Non
     each other.
     """
     if options.plan is not None:
+        if not isinstance(options.plan, Plan):
+            raise InputError(f"plan is {options.plan!r}: give an autopar.Plan, that of a file is Plan.load(path)")
         check_contents(options.plan)
     chosen = settings_of(options)
     shape = read_mesh(mesh)

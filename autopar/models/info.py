@@ -119,6 +119,11 @@ def _check_loss(plan: Plan, loss: str) -> None:
 
 def _given_inputs(model: str, signature: inspect.Signature, example_inputs: ExampleInputs) -> dict[str, object]:
     """The inputs that were given for `model`, by name."""
+    if not isinstance(example_inputs, (Mapping, tuple)):
+        raise InputError(
+            f"example_inputs is of type {type(example_inputs).__name__}: give a dict of keyword arguments of "
+            f"{model}, or a tuple of positional ones, such as (ids,)"
+        )
     args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((), dict(example_inputs))
     try:
         bound = signature.bind(*args, **kwargs)

@@ -33,7 +33,7 @@ from passes.rules.strategies import (
     replicated,
 )
 from passes.strategies.analysis import Analysis, OpCosts, Placed, Setting, Sizes, is_negligible, op_costs, op_node
-from passes.strategies.reasons import indivisible, missing
+from passes.strategies.reasons import indivisible, missing, withheld
 
 
 def _demanded_methods(context: OpContext, demanded: Mapping[int, Constraint], mesh: Mesh) -> dict[int, str]:
@@ -73,12 +73,13 @@ def meeting(
     demands: PlacedConstraints,
     names: Mapping[str, str],
     mesh: Mesh,
-    followed: dict[Constraint, set[str]],
+    followed: dict[Constraint, dict[str, str]],
 ) -> list[Strategy]:
     """The strategies that meet the constraints on an op and on the parameters it uses.
 
     `names` maps names in a region to names in the program. A method that is required of a whole module applies to the
-    ops that have it; `followed` records the methods that ops of the module have.
+    ops that have it; `followed` records the methods that ops of the module have, with "", and the reason why one cannot
+    use the method.
     Raises ConstraintError if no strategy is left.
     """
     op, first = context.op, context.op.results[0]
@@ -105,7 +106,12 @@ def meeting(
     methods = _demanded_methods(context, demands.at("method within", first), mesh)
     for axis, demand in demands.at("method within", first).items():
         found = {strategy.methods[axis] for strategy in strategies}
-        followed.setdefault(demand, set()).update(found, {demand.method} if methods[axis] in found else ())
+        has = followed.setdefault(demand, {})
+        has.update(dict.fromkeys(found, ""))
+        if methods[axis] in found:
+            has[demand.method] = ""
+        elif reason := withheld(context, demand, mesh):
+            has.setdefault(demand.method, f"{op.key} cannot use it, because {reason}")
         strategies = [strategy for strategy in strategies if strategy.methods[axis] == methods[axis]] or strategies
     for slot, name in enumerate(op.operands):
         wanted = {**demands.at("used", names.get(name, name)), **demands.at("in", first, str(slot))}
@@ -121,13 +127,15 @@ def meeting(
     return strategies
 
 
-def refuse_unfollowed(followed: Mapping[Constraint, Set[str]], mesh: Mesh) -> None:
+def refuse_unfollowed(followed: Mapping[Constraint, Mapping[str, str]], mesh: Mesh) -> None:
     """Raise ConstraintError if no op of a module has the method that a constraint requires of it."""
     for demand, methods in followed.items():
-        if demand.method not in methods:
+        known = ", ".join(sorted(name for name, reason in methods.items() if not reason))
+        reason = methods.get(demand.method, f"no op of the module has that method; they have {known}")
+        if reason:
             raise ConstraintError(
                 f"constraint {demand.pattern!r}, method {demand.method} on axis {mesh.names[demand.axis]!r} cannot be "
-                f"met: no op of the module has that method; they have {', '.join(sorted(methods))}"
+                f"met: {reason}"
             )
 
 
@@ -409,13 +417,15 @@ class Nodes:
 
     def ops(self) -> Iterator[Node]:
         """Ops have the strategies that their rules allow and that meet the constraints."""
-        followed: dict[Constraint, set[str]] = {}
+        followed: dict[Constraint, dict[str, str]] = {}
         known: dict[Hashable, OpCosts] = {}
         for placed in self.analysis.placed:
             yield op_node(self.analysis, placed, self._costs(placed, known, followed))
         refuse_unfollowed(followed, self.setting.mesh)
 
-    def _costs(self, placed: Placed, known: dict[Hashable, OpCosts], followed: dict[Constraint, set[str]]) -> OpCosts:
+    def _costs(
+        self, placed: Placed, known: dict[Hashable, OpCosts], followed: dict[Constraint, dict[str, str]]
+    ) -> OpCosts:
         """The strategies of one op with their costs; those of ops that do the same are `known`."""
         analysis, mesh, setting, key = self.analysis, self.setting.mesh, self.setting, placed.op.key
         context, allowed = analysis.contexts[key], setting.allowed.get(key)

@@ -31,6 +31,12 @@ def missing(context: OpContext, demand: Constraint, available: Collection[str], 
     """The reason why the method of a constraint is not among the `available` ones of an op; "" if it is."""
     if demand.method in available:
         return ""
+    methods = ", ".join(sorted(available))
+    return withheld(context, demand, mesh) or f"it has no such method; its methods on this axis are {methods}"
+
+
+def withheld(context: OpContext, demand: Constraint, mesh: Mesh) -> str:
+    """The reason why an op cannot use the method of a constraint with these sizes; "" if it has no such method."""
     size, name = mesh.sizes[demand.axis], demand.method.partition("@")[0]
     rule = context.rule
     if rule is not None and name in rule.withheld:
@@ -42,7 +48,7 @@ def missing(context: OpContext, demand: Constraint, available: Collection[str], 
             reason = _indivisible_factor(factor, rule.factors[factor], max(int(begins), 1), size)
             if reason:
                 return reason
-    return f"it has no such method; its methods on this axis are {', '.join(sorted(available))}"
+    return ""
 
 
 def _indivisible_factor(name: str, factor: Factor, major: int, size: int) -> str:

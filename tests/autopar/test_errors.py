@@ -155,8 +155,10 @@ def test_inputs_whose_sizes_do_not_divide(caplog):
         ({**stack_inputs(8), "tokens": torch.zeros(1, 2)}, "tokens"),
         ((torch.zeros(4, 16),), "target"),
         ((), "x"),
+        ([torch.zeros(4, 16)], "example_inputs is of type list: give a dict of keyword arguments of Stack, or a tuple"),
+        (torch.zeros(4, 16), "example_inputs is of type Tensor"),
     ],
-    ids=["unknown name", "too few", "none"],
+    ids=["unknown name", "too few", "none", "list", "tensor"],
 )
 def test_inputs_that_the_model_does_not_take(inputs, message):
     with pytest.raises(autopar.InputError, match=message):
@@ -170,7 +172,13 @@ def test_other_modules_need_example_inputs():
 
 @pytest.mark.parametrize(
     "options",
-    [{"objective": "serve"}, {"optimizer": "magic"}, {"memory_limit": 0}, {"memory_limit": float("nan")}],
+    [
+        {"objective": "serve"},
+        {"optimizer": "magic"},
+        {"memory_limit": 0},
+        {"memory_limit": float("nan")},
+        {"plan": "plan.json"},
+    ],
     ids=str,
 )
 def test_options_that_mean_nothing(options: Mapping[str, object]):
