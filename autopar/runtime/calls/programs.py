@@ -164,7 +164,7 @@ class Programs:
         # A model on an accelerator may have numbers as tensors of the CPU, which eager torch mixes with others.
         constants = {name: value.to(self._device) for name, value in {**program.tensors, **given}.items()}
         view = manager.view(self._root, held)
-        parameters = self._parameters.read(view, program.local)
+        parameters = self._parameters.read(view, program.local, held.gathered)
         groups, around = manager.groups(held), manager.around_copies(held)
         axes = axes_of(self._mesh, sorted(program.spans))
         instance = loaded.kind(view, axes, self._device, constants, self._random, groups, around)

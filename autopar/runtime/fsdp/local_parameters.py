@@ -8,13 +8,15 @@ that the parameters have, so that autograd adds to these in place, and ends by h
 - `.grad` of a parameter is a `DTensor` before and after a backward pass, and may be assigned or dropped in between;
 - an in-place change of a parameter between forward and backward is an error, as it is with any leaf;
 - tensor hooks and post-accumulate hooks of a parameter are called for the leaf's gradient, as a `DTensor`;
-- `torch.autograd.grad` with respect to parameters, and `backward(inputs=...)`, reach them by an edge of every output.
+- `torch.autograd.grad` with respect to parameters, and `backward(inputs=...)`, reach them by an edge of every output;
+  parameters of FSDP units, whose gradients are computed for the whole unit, have edges that raise.
 """
 
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -163,8 +165,9 @@ class LocalParameters:
         self.always = torch.empty((), requires_grad=True)
         self._node_of_always = get_gradient_edge(self.always).node
 
-    def read(self, view: View, names: Iterable[str]) -> "ReadParameters":
-        """Put leaves in place of the parameters `names` in `view`, the view of the model that a program reads."""
+    def read(self, view: View, names: Iterable[str], in_units: Iterable[str]) -> "ReadParameters":
+        """Put leaves in place of the parameters `names` in `view`, the view of the model that a program reads, besides
+        those `in_units`."""
         leaves: dict[_Leaf, None] = {}
         for path in self._paths.keys() & names:
             leaf = self._paths[path]
@@ -176,7 +179,7 @@ class LocalParameters:
             leaf.readers = [item for item in leaf.readers if item[0]() is not None]
             leaf.readers.append((weakref.ref(part), name))
             vars(part)[name] = leaf.tensor
-        return ReadParameters(self, tuple(leaves))
+        return ReadParameters(self, tuple(leaves), tuple(self._paths[path] for path in sorted(in_units)))
 
     def begin_backward(self, leaves: Sequence[_Leaf]) -> bool:
         """Begin with the leaves of one program; returns whether gradients of all leaves are computed.
@@ -212,24 +215,35 @@ class _Edges:
     """Edges from the results of a program to the parameters that users see: one node of autograd, which all results
     lead to. Forward passes share it, because a node with many edges takes long to make.
 
-    `trained` are the leaves that require a gradient, `linked` those of them that edges lead to.
+    `trained` are the leaves that require a gradient, `linked` those of them that edges lead to, and `in_units` the
+    parameters of FSDP units, by name, that edges lead to.
     """
 
-    def __init__(self, trained: Sequence[_Leaf], linked: Sequence[_Leaf]) -> None:
+    def __init__(
+        self, trained: Sequence[_Leaf], linked: Sequence[_Leaf], in_units: Sequence[tuple[str, nn.Parameter]]
+    ) -> None:
         self.trained, self.linked = trained, linked
-        self._parameters = [leaf.parameter for leaf in linked]
+        self._parameters = [*(leaf.parameter for leaf in linked), *(parameter for _, parameter in in_units)]
         self._asked = [_Asked(fsdp.NO_BACKWARD, {})]
         self.hub: Tensor | None = None
         self.nodes: list[Node | None] = []
-        if linked:
+        self.in_units: list[tuple[str, Node]] = []
+        if self._parameters:
             self.hub = _Hub.apply(self._asked, *self._parameters)  # type: ignore[no-untyped-call]
             assert self.hub is not None
-            self.nodes = [node for node, _ in get_gradient_edge(self.hub).node.next_functions]
+            nodes = [node for node, _ in get_gradient_edge(self.hub).node.next_functions]
+            self.nodes = nodes[: len(linked)]
+            self.in_units = [
+                (name, node) for (name, _), node in zip(in_units, nodes[len(linked) :], strict=True) if node is not None
+            ]
 
-    def serve(self, trained: Sequence[_Leaf], linked: Sequence[_Leaf]) -> bool:
-        """Whether these are the edges for `trained` and `linked`."""
-        same = trained == self.trained and linked == self.linked
-        return same and all(leaf.parameter is other for leaf, other in zip(linked, self._parameters, strict=True))
+    def serve(
+        self, trained: Sequence[_Leaf], linked: Sequence[_Leaf], in_units: Sequence[tuple[str, nn.Parameter]]
+    ) -> bool:
+        """Whether these are the edges for `trained`, `linked` and `in_units`."""
+        parameters = [*(leaf.parameter for leaf in linked), *(parameter for _, parameter in in_units)]
+        same = trained == self.trained and linked == self.linked and len(parameters) == len(self._parameters)
+        return same and all(map(is_, parameters, self._parameters))
 
     def give(self, found: Mapping[int, Tensor]) -> None:
         """Let the node give gradients to parameters, by their numbers in `linked`, in the backward pass that runs."""
@@ -261,11 +275,12 @@ class _Hub(torch.autograd.Function):
 
 
 class ReadParameters:
-    """The leaves that one program reads."""
+    """The leaves that one program reads; `in_units` are parameters that it reads in FSDP units."""
 
-    def __init__(self, every: LocalParameters, leaves: Sequence[_Leaf]) -> None:
+    def __init__(self, every: LocalParameters, leaves: Sequence[_Leaf], in_units: Sequence[_Leaf]) -> None:
         self._all = every
         self._leaves = leaves
+        self._in_units = in_units
         self._edges: _Edges | None = None
 
     def follow(self) -> None:
@@ -288,8 +303,13 @@ class ReadParameters:
         trained = [leaf for leaf in self._leaves if leaf.tensor.requires_grad]
         # An edge would call the hooks of a parameter without a gradient.
         linked = [leaf for leaf in trained if not has_hooks(leaf.parameter)]
-        if self._edges is None or not self._edges.serve(trained, linked):
-            self._edges = _Edges(trained, linked)
+        in_units = [
+            (leaf.path, parameter)
+            for leaf in self._in_units
+            if (parameter := leaf.table[leaf.name]) is not None and parameter.requires_grad and not has_hooks(parameter)
+        ]
+        if self._edges is None or not self._edges.serve(trained, linked, in_units):
+            self._edges = _Edges(trained, linked, in_units)
         given = self._all, self._edges
         inputs = (self._all.always, self._edges.hub)
         return tuple(
@@ -331,6 +351,13 @@ class _Link(torch.autograd.Function):
 
 def _asked_for(edges: _Edges, output: Tensor, gradient: Tensor) -> dict[int, Tensor]:
     """Gradients of those parameters that a backward pass is for, by a backward pass of their leaves."""
+    for name, node in edges.in_units:
+        if is_computed_in_backward(node):
+            raise InputError(
+                f"a gradient is asked for of the parameter {name!r}, which lies in an FSDP unit, whose gradients are "
+                "reduced together: call backward() without inputs= in place of it or of torch.autograd.grad, and read "
+                ".grad"
+            )
     leaves = edges.linked
     asked = [number for number, node in enumerate(edges.nodes) if node is not None and is_computed_in_backward(node)]
     if not asked:

@@ -1,7 +1,7 @@
 """Gradients of parameters that generated code reads as plain tensors: as autograd gives them on one device."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from autopar import DistributedModule, parallelize
 from autopar.testing.ranks import run_ranks
 from passes.ir.errors import InputError
+from tests.autopar.test_training import WAYS, batches, error, gradients, made
 from tests.autopar.without_engine import without_engine
 from tests.models import Stack
 
@@ -236,3 +237,32 @@ def _refusals() -> None:
 def test_refusals() -> None:
     """A change in place before backward, second derivatives, a hook that returns another kind of tensor."""
     run_ranks(_refusals, 2)
+
+
+def _in_units(stored: Mapping[str, str]) -> list[str]:
+    data = batches(1)[0]
+    model, module = Stack().double(), made(Stack().double(), (2,), data, stored=stored)
+    parameters = list(module.parameters())
+    said = []
+    for ask in (
+        lambda loss: torch.autograd.grad(loss, parameters),
+        lambda loss: loss.backward(inputs=parameters[-1:]),
+    ):
+        with pytest.raises(InputError) as raised:
+            ask(module(**data)["loss"])
+        said.append(str(raised.value))
+        assert all(parameter.grad is None for parameter in parameters)
+    # Gradients of all of them, and of inputs alone.
+    for item in (model, module):
+        item(**data)["loss"].backward()
+    assert error(gradients(module), gradients(model)) <= 1e-12
+    return said
+
+
+@pytest.mark.parametrize("stored", WAYS)
+def test_gradients_of_some_parameters_of_units_are_refused(stored: Mapping[str, str]) -> None:
+    """By name; the next backward pass runs."""
+    first, second = run_ranks(_in_units, 2, stored)
+    assert first == second
+    assert "'blocks.0" in first[0]
+    assert all("lies in an FSDP unit" in text for text in first)
