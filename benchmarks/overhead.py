@@ -35,7 +35,12 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from autopar import parallelize
+from autopar.runtime.calls.inputs import BoundCall
 from autopar.runtime.generated.random import Randomness
+from autopar.runtime.parameters import ParameterWatch
+from autopar.runtime.ranks.agreement import Agreement
+from autopar.runtime.ranks.comparing import CallComparison, Surroundings
+from autopar.runtime.state import mesh_of
 from autopar.testing.ranks import run_ranks
 from tests.models import llama, tokens
 
@@ -216,6 +221,19 @@ def _two_ranks(sizes: Mapping[str, int], batch: Mapping[str, Tensor]) -> dict[st
     return interleaved({name: _trained(model, inputs) for name, (model, inputs) in models.items()})
 
 
+def _comparing(batch: Mapping[str, Tensor]) -> dict[str, Seconds]:
+    """What a call compares between ranks before it runs, which the ranks come to at the same time."""
+    _quiet()
+    mesh = _mesh(2, "dp")
+    shape = mesh_of(mesh)
+    watch = ParameterWatch(llama(num_hidden_layers=8), {}, lambda: None)
+    comparison = CallComparison(Agreement(mesh), shape, shape, "dp")
+    call = BoundCall(batch, batch, {}, {}, as_planned=True)
+    surroundings = Surroundings(True, 1, Randomness(0), "none of its contexts", "cpu")
+    steps = {"none": lambda: None, "autopar": lambda: comparison.compare(call, surroundings, watch.flags(), watch)}
+    return interleaved(steps, repeat=20)
+
+
 # --- the table ---
 
 
@@ -258,6 +276,13 @@ def _against_others(name: str, sizes: Mapping[str, int], batch: Mapping[str, Ten
     ]
 
 
+def _compares(name: str, batch: Mapping[str, Tensor]) -> list[Row]:
+    ranks = run_ranks(_comparing, 2, batch, timeout=300.0)
+    wall_s, cpu_s = (max(getattr(rank["autopar"], kind) for rank in ranks) for kind in ("wall_s", "cpu_s"))
+    # At most 0.1% of a step of one second.
+    return [Row(name, wall_s * 1e6, cpu_s * 1e6, 1000.0, at_most=True, unit="us")]
+
+
 def _rows() -> dict[str, Callable[[], list[Row]]]:
     """The measurements, by the names that `--rows` takes."""
     batch, long = tokens(), tokens(4, 128, 512)
@@ -278,6 +303,7 @@ def _rows() -> dict[str, Callable[[], list[Row]]]:
             name = 'recompute="selective" beside checkpoints of whole layers, tiny llama of 8 layers'
             found["plain"] = partial(_one_rank, name, {"num_hidden_layers": 8}, batch, "plain", 1.1)
     found["draw"] = partial(_draws, "an op that draws random numbers")
+    found["compare"] = partial(_compares, "two ranks, comparison of a call, tiny llama of 8 layers", batch)
     found["two"] = partial(_against_others, "two ranks, AdamW, tiny llama of 8 layers", {"num_hidden_layers": 8}, batch)
     found["wide-two"] = partial(_against_others, "two ranks, AdamW, hidden 256, 4 layers", WIDE, long)
     return found
