@@ -231,7 +231,7 @@ def _comparing(batch: Mapping[str, Tensor]) -> dict[str, Seconds]:
     call = BoundCall(batch, batch, {}, {}, as_planned=True)
     surroundings = Surroundings(True, 1, Randomness(0), "none of its contexts", "cpu")
     steps = {"none": lambda: None, "autopar": lambda: comparison.compare(call, surroundings, watch.flags(), watch)}
-    return interleaved(steps, repeat=20)
+    return interleaved(steps)
 
 
 # --- the table ---
