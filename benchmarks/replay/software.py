@@ -43,6 +43,8 @@ class Software:
       them in two bytes.
     - `wide_masks`: masks of dropout have the bytes of activations, rather than one.
     - `holds_outputs`: a pipeline stage keeps its part of what it has sent on until its backward pass.
+    - `keeps_sent`: with several stages on a rank, all that they send lives until the end of the step, rather than until
+      it is received.
     - `adds`: gradients of a micro-batch are added to those before by a kernel of their own, rather than by the product
       that makes them.
     - `all_reduces`: gradients of ZeRO-1 are summed whole on every device.
@@ -88,6 +90,7 @@ class Software:
     casts: bool = False
     wide_masks: bool = False
     holds_outputs: bool = False
+    keeps_sent: bool = False
     fills: bool = False
     host: float = 0.0
     slower: float = 1.0
@@ -123,6 +126,7 @@ PRODUCT = Software(
     waits=False,
     casts=True,
     wide_masks=True,
+    keeps_sent=True,
 )
 
 # Facts without a source of their own: the middles of two ranges, and copies that were counted by hand.

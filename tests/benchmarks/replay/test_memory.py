@@ -17,6 +17,7 @@ from benchmarks.replay.software import Software, find_software
 
 LONG = "simumax-llama3_70b_l12_tp1_cp8_pp1_dp1_seq131072_mbc4_cef"
 BLOOM = "bloom-sweep-034"
+INTERLEAVED = "zb-6.2B-1F1B-I-m32"
 SPLIT = "simumax-llama3_405b_l4_tp2_cp4_pp1_dp1_seq32768_mbc4_cef"
 
 
@@ -70,6 +71,18 @@ def test_what_stands_before_the_layers_is_kept_for_each_micro_batch_in_flight() 
     without = replace(run.software, norms_embeddings=False)
     assert peak(torch_says, graph, run.software) - peak(torch_says, graph, without) == 12 * 2 * 2048 * 14336
     assert kept_bytes(graph).before == 2048 * 14336
+
+
+def test_messages_are_kept_by_schedules_of_actions_alone() -> None:
+    """Tensors and gradients of all micro-batches, as large as what enters a layer; Megatron keeps none. The fullest
+    rank is neither the first nor the last. A rank with one stage has none, either."""
+    run, graph = forced(INTERLEAVED)
+    assert not run.software.keeps_sent
+    kept = replace(run.software, keeps_sent=True)
+    messages = 2 * run.parallel.chunks * 32 * kept_bytes(graph).entry
+    assert peak(run, graph, kept) - peak(run, graph, run.software) == pytest.approx(messages)
+    plain = replace(run, parallel=replace(run.parallel, chunks=1))
+    assert peak(plain, graph, kept) == peak(plain, graph, run.software)
 
 
 def test_drivers_count_what_the_allocator_has_cached_and_the_reserve() -> None:
