@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Store
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.pipelining.schedules import _batch_p2p
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
@@ -65,6 +66,7 @@ __all__ = [
     "set_group_timeout",
     "share_tables",
     "spec_of",
+    "start_messages",
     "state_asked",
     "tensor_hooks",
     "without_subclasses",
@@ -175,6 +177,14 @@ def parts_of_flat(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     `DistributedDataParallel` uses it; `split` and `view` take several times as long for many small tensors.
     """
     return tuple(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def start_messages(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Start messages from point to point as torch's schedules do: from 2.13 on not in one batch, where all are sent."""
+    return _batch_p2p(operations)
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from autopar.runtime.generated.bases import Cut, GeneratedStage, MicroBatching, 
 from passes.codegen import Naming
 from passes.constrain import is_named
 from passes.cost.liveness import MicroBatchInputs
-from passes.cost.schedules import SCHEDULES
+from passes.cost.schedules import messages_held
 from passes.ir.arguments import references
 from passes.ir.configuration import Configuration
 from passes.ir.decisions import Decided
@@ -264,7 +264,7 @@ def micro_batch_inputs(
 ) -> MicroBatchInputs:
     """The inputs and outputs of micro-batches that stay in memory from one micro-batch to the next."""
     made, _ = batching(micro, lowered, outputs, None, configuration)
-    schedule = configuration.pipeline.schedule
+    pipeline = configuration.pipeline
     shapes = [
         (item, where, local_shape(item.type.shape, lowered.inputs[item.name], configuration.mesh))
         for item, where in zip(_given(micro, lowered), made.inputs, strict=True)
@@ -285,8 +285,8 @@ def micro_batch_inputs(
         together,
         configuration.gather_once,
         configuration.reduce_once,
-        defers=configuration.pipeline.splits,
-        keeps_sent=schedule in SCHEDULES and SCHEDULES[schedule].keeps_sent,
+        defers=pipeline.splits,
+        messages=messages_held(pipeline.schedule, pipeline.ranks, micro.count) if pipeline.ranks > 1 else (0, 0),
     )
 
 

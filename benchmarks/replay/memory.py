@@ -78,8 +78,8 @@ def _stage(run: Run, forced: Forced, kept: Kept, number: int, layers: list[int],
         normed = _HALF * _entering(run) if run.software.norms_embeddings else 0.0
         held += in_flight(run, number) * (kept.before + normed)
     if run.software.keeps_sent and run.parallel.chunks > 1:
-        # Tensors and gradients of each micro-batch; before the first stage and after the last there is no other one.
-        held += (2 * run.parallel.chunks - (first or last)) * run.micro_batches * kept.entry
+        # `passes.cost.schedules.messages_held`; before the first stage there is no other one.
+        held += (run.parallel.chunks - first) * min(run.parallel.pipeline, run.micro_batches) * kept.entry
     if run.software.casts and run.recompute != "full" and run.parallel.data * run.parallel.context == 1:
         # The first copy is counted with the states.
         held += (in_flight(run, number) - 1) * _HALF * elements

@@ -43,8 +43,8 @@ class Software:
       them in two bytes.
     - `wide_masks`: masks of dropout have the bytes of activations, rather than one.
     - `holds_outputs`: a pipeline stage keeps its part of what it has sent on until its backward pass.
-    - `keeps_sent`: with several stages on a rank, all that they send lives until the end of the step, rather than until
-      it is received.
+    - `keeps_sent`: with several stages on a rank, gradients that they send are counted for as many micro-batches as may
+      be under way, rather than for none.
     - `adds`: gradients of a micro-batch are added to those before by a kernel of their own, rather than by the product
       that makes them.
     - `all_reduces`: gradients of ZeRO-1 are summed whole on every device.

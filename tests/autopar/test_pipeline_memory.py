@@ -63,7 +63,7 @@ def test_ranks_allocate_what_is_planned(name: str, ranks: int, options: Mapping[
     ],
 )
 def test_ranks_allocate_no_more_than_is_planned(schedule: str) -> None:
-    """Several stages of a rank are not fullest at once, all messages of a step are counted as sent, and all forward
-    passes but the first as if backward passes had left gradients."""
+    """Several stages of a rank are not fullest at once, as many messages are counted as there may be under way at all,
+    and all forward passes but the first as if backward passes had left gradients."""
     for planned, allocated in run_ranks(_on_rank, 2, "llama", schedule, {}):
         assert allocated - _NUMBERS <= sum(planned) <= 1.25 * allocated

@@ -22,7 +22,9 @@ from torch.distributed.pipelining import (
 from autopar.runtime.calls.programs import RunnableStage
 from autopar.runtime.generated.bases import GeneratedStage
 from autopar.runtime.generated.deferred import WeightGradient
+from autopar.runtime.pipeline.messages import SentMessages
 from autopar.runtime.pipeline.ranks import PipelineRanks
+from passes.cost.schedules import SCHEDULES, Message, arrivals, schedule_actions
 from passes.ir.configuration import SPLITTING
 
 # Runs a stage on the tensors that it receives and on this rank's parts of its inputs, and returns what its code does.
@@ -131,11 +133,19 @@ class _Stage(PipelineStage):
     `splits`, gradients of weights are computed apart, and all are reduced after the step.
 
     torch allocates what a stage receives for all micro-batches at the first step. Here each buffer is dropped after the
-    backward pass of its micro-batch, and made anew for the next message.
+    backward pass of its micro-batch, and made anew for the next message. Messages that are actions of their own go
+    through `messages`; others are sent by torch.
     """
 
     def __init__(
-        self, stage: StageRun, ranks: PipelineRanks, device: torch.device, sent: Sequence[Tensor], splits: bool
+        self,
+        stage: StageRun,
+        ranks: PipelineRanks,
+        device: torch.device,
+        sent: Sequence[Tensor],
+        messages: SentMessages | None,
+        *,
+        splits: bool,
     ) -> None:
         received = tuple(
             torch.empty(item.shape, dtype=item.dtype, device="meta", requires_grad=item.differentiable)
@@ -152,6 +162,7 @@ class _Stage(PipelineStage):
             group=ranks.group,
             dw_builder=self._weights_left if splits else None,
         )
+        self._messages = messages
         self._splits = splits
         self._left = 0
 
@@ -195,8 +206,30 @@ class _Stage(PipelineStage):
         self._with_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        """The operations that send the tensors of a micro-batch; none if they are sent already."""
+        return self._sent(Message("F", self.stage_index, fwd_chunk_id), super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        """The operations that send gradients of what a micro-batch received; none if they are sent already."""
+        return self._sent(Message("B", self.stage_index, bwd_chunk_id), super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _sent(self, message: Message, operations: list[P2POp]) -> list[P2POp]:
+        if self._messages is None:
+            return operations
+        self._messages.start(message, operations)
+        return []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of one micro-batch, with the arguments of torch's version."""
+        if self._messages is not None:
+            self._messages.begin(self.stage_index, fwd_chunk_id, forward=True)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The backward pass of one micro-batch, with the arguments of torch's version."""
+        if self._messages is not None:
+            self._messages.begin(self.stage_index, bwd_chunk_id, forward=False)
         self._left -= 1
         stage = self.module.stage
         holds = self._splits or (stage.reduces_once and self._left > 0)
@@ -240,8 +273,10 @@ class ScheduledStages:
         count: int,
         received: Mapping[int, Sequence[Tensor]],
     ) -> None:
+        self._messages = _sent_messages(schedule, ranks, count)
         self._stages: list[_Stage] = [
-            _Stage(stage, ranks, device, received[stage.number + 1], schedule in SPLITTING) for stage in stages
+            _Stage(stage, ranks, device, received[stage.number + 1], self._messages, splits=schedule in SPLITTING)
+            for stage in stages
         ]
         self._numbers = torch.arange(count)
         self._target = self._numbers if any(stage.loss is not None for stage in stages) else None
@@ -265,16 +300,29 @@ class ScheduledStages:
             stage.begin(batches)
         try:
             self._schedule.step(number=self._numbers, target=self._target, return_outputs=False)
+            if self._messages is not None:
+                self._messages.finish()
             if batches.error is None:
                 for stage in self._stages:
                     stage.end()
         finally:
             for stage in self._stages:
                 stage.begin(_NONE)
+            if self._messages is not None:
+                self._messages.clear()
         if batches.error is not None:
             return {}, batches.error
         found = {number: [leaves[place] for place in range(len(inputs))] for number, leaves in batches.leaves.items()}
         return found, None
+
+
+def _sent_messages(schedule: str, ranks: PipelineRanks, count: int) -> SentMessages | None:
+    """The messages of this rank where they are actions of their own."""
+    if not SCHEDULES[schedule].sends_alone:
+        return None
+    places = ranks.places
+    actions = schedule_actions(schedule, max(places) + 1, len(places), count)
+    return SentMessages(arrivals(actions, places, ranks.rank))
 
 
 def _loss(output: Tensor, _: Tensor) -> Tensor:

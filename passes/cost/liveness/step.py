@@ -45,7 +45,7 @@ class MicroBatchInputs:
     that are concatenated; other outputs are the same in all, or sums. With `gathered_once` the parameters that FSDP
     units gather for a backward pass stay gathered from the first micro-batch to the last; with `reduced_once` gradients
     accumulate unsharded. If it `defers` them, gradients of weights are computed after the backward pass, and reduced
-    after the step. The schedule of a pipeline `keeps_sent` tensors until the step ends, or else the last ones."""
+    after the step. Of so many micro-batches `messages` that were sent are held: tensors, and gradients."""
 
     count: int = 1
     inputs: frozenset[str] = frozenset()
@@ -54,7 +54,7 @@ class MicroBatchInputs:
     gathered_once: bool = False
     reduced_once: bool = False
     defers: bool = False
-    keeps_sent: bool = False
+    messages: tuple[int, int] = (0, 0)
 
     def different(self) -> list[int]:
         """The micro-batches that differ in live memory: the first, the last, and the one before it if it does not
@@ -163,10 +163,14 @@ class StepSimulation:
         return sum(live[kind] for kind in _PASSING)
 
     def _messages(self, received: Mapping[str, Value]) -> list[Storage]:
-        """Messages sent that torch holds on to: tensors, and gradients of tensors like those `received`."""
-        times = self.batches.count if self.batches.keeps_sent else 1
+        """Messages sent that are held: tensors, and gradients of tensors like those `received`."""
         returned = [value.form.bytes for value in received.values() if value.flows]
-        return [Storage(self.ledger, times * size, COMMUNICATION) for size in (*self.sent, *returned)]
+        return [
+            Storage(self.ledger, times * size, COMMUNICATION)
+            for times, sizes in zip(self.batches.messages, (self.sent, returned), strict=True)
+            for size in sizes
+            if times
+        ]
 
     def _receive(self) -> dict[str, Value]:
         """The tensors that a micro-batch receives, which its stage holds until its backward pass is over."""

@@ -13,15 +13,15 @@ class ScheduleKind:
     """Limits and properties of a schedule of any size.
 
     A rank has `least` to `most` stages (None: any number). `fills`: as many micro-batches as stages are needed.
-    `rounds`: micro-batches come in max(1, micro_batches // ranks) rounds of equal size. `keeps_sent`: torch holds all
-    tensors that a rank sends until the step ends.
+    `rounds`: micro-batches come in max(1, micro_batches // ranks) rounds of equal size. `sends_alone`: messages are
+    actions of their own, rather than sent together with what is received.
     """
 
     least: int = 1
     most: int | None = 1
     fills: bool = False
     rounds: bool = False
-    keeps_sent: bool = True
+    sends_alone: bool = True
 
     def has(self, per_rank: int) -> bool:
         """Whether a rank may have so many stages."""
@@ -30,8 +30,8 @@ class ScheduleKind:
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     {
-        "gpipe": ScheduleKind(keeps_sent=False),
-        "1f1b": ScheduleKind(fills=True, keeps_sent=False),
+        "gpipe": ScheduleKind(sends_alone=False),
+        "1f1b": ScheduleKind(fills=True, sends_alone=False),
         "interleaved_1f1b": ScheduleKind(least=2, most=None, rounds=True),
         "zb_h1": ScheduleKind(rounds=True),
         "interleaved_zero_bubble": ScheduleKind(least=2, most=None, rounds=True),
@@ -73,6 +73,13 @@ def rank_of_stage(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
 def rounds_of(ranks: int, micro_batches: int) -> int:
     """The number of rounds in which interleaved schedules run their micro-batches."""
     return max(1, micro_batches // ranks)
+
+
+def messages_held(schedule: str, ranks: int, micro_batches: int) -> tuple[int, int]:
+    """The number of micro-batches whose tensors a stage has sent, and of those whose gradients, that are held in memory
+    although the stage itself does not need them any more, at the most. (Where they are sent alone, a gradient is
+    until the stage hears of its arrival: `arrivals`.)"""
+    return (0, min(ranks, micro_batches)) if _kind(schedule).sends_alone else (1, 1)
 
 
 def check_schedule(schedule: str, ranks: int, stages: int, micro_batches: int) -> None:

@@ -73,14 +73,14 @@ def test_what_stands_before_the_layers_is_kept_for_each_micro_batch_in_flight() 
     assert kept_bytes(graph).before == 2048 * 14336
 
 
-def test_messages_are_kept_by_schedules_of_actions_alone() -> None:
-    """Tensors and gradients of all micro-batches, as large as what enters a layer; Megatron keeps none. The fullest
-    rank is neither the first nor the last. A rank with one stage has none, either."""
+def test_gradients_under_way_are_counted_by_the_product_alone() -> None:
+    """As large as what enters a layer, of as many micro-batches as there are ranks; Megatron keeps none. The fullest
+    rank is not the first. A rank with one stage has none, either."""
     run, graph = forced(INTERLEAVED)
     assert not run.software.keeps_sent
     kept = replace(run.software, keeps_sent=True)
-    messages = 2 * run.parallel.chunks * 32 * kept_bytes(graph).entry
-    assert peak(run, graph, kept) - peak(run, graph, run.software) == pytest.approx(messages)
+    gradients = run.parallel.chunks * run.parallel.pipeline * kept_bytes(graph).entry
+    assert peak(run, graph, kept) - peak(run, graph, run.software) == pytest.approx(gradients)
     plain = replace(run, parallel=replace(run.parallel, chunks=1))
     assert peak(plain, graph, kept) == peak(plain, graph, run.software)
 
