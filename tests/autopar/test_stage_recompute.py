@@ -32,12 +32,12 @@ def _plan(name: str, mesh: dict[str, int], **options: object) -> Plan:
 
 
 def _limit(name: str, mesh: dict[str, int], part: float, **options: object) -> float:
-    """A memory limit between what full recompute takes and what none takes."""
-    most, least = (
+    """A memory limit between the least that a level of recompute takes and what none takes."""
+    most, *others = (
         sum(_plan(name, mesh, **{**options, "recompute": level}).programs["train"].memory.values())
-        for level in ("none", "full")
+        for level in RECOMPUTE
     )
-    return least + part * (most - least)
+    return min(others) + part * (most - min(others))
 
 
 @pytest.mark.parametrize(

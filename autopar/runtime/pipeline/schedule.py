@@ -206,6 +206,12 @@ class _Stage(PipelineStage):
         self._with_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradients of a stage on this rank; zeros where a tensor has none."""
+        messages = zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True)
+        self._with_buffers([message for message, given in messages if given is None], self.device)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """The operations that send the tensors of a micro-batch; none if they are sent already."""
         return self._sent(Message("F", self.stage_index, fwd_chunk_id), super().get_fwd_send_ops(fwd_chunk_id))
