@@ -314,7 +314,7 @@ class StepMemory:
         )
         mesh, machine = configuration.mesh, self._machine
         if mesh not in self._probers:
-            self._probers[mesh] = FakeProber(mesh, machine.device)
+            self._probers[mesh] = FakeProber(mesh, machine.device, machine.unit)
         prober = self._probers[mesh]
 
         def peaks(stage: Stage, own: Variables) -> StepPeaks:

@@ -36,7 +36,7 @@ from passes.cost.liveness import (
     StorageRef,
     Task,
 )
-from passes.cost.liveness.graph import StorageOrigin, assumed_backward, assumed_forward
+from passes.cost.liveness.graph import StorageOrigin, assumed_backward, assumed_forward, compacted
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Compute
 from passes.ir.mesh import Mesh
@@ -69,10 +69,10 @@ _SAME_FORMS = frozenset({"", "mean", "vocabulary_embedding", "vocabulary_cross_e
 
 class FakeProber:
     """Looks into statements as a kind of `device` ("cpu" or "cuda") runs them, on the last rank of `mesh`, which has
-    most to do where ranks differ."""
+    most to do where ranks differ. With a `unit`, events are put into fewer, for an allocator of its multiples."""
 
-    def __init__(self, mesh: Mesh, device: str = "cpu") -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, device: str = "cpu", unit: int | None = None) -> None:
+        self._mesh, self._unit = mesh, unit
         self._on_meta = _SAME_EVERYWHERE | _AS_ON_CUDA if device == "cuda" else _SAME_EVERYWHERE
         self._axes = tuple(f"axis_{index}" for index in range(len(mesh.sizes)))
         axes = [Axis(name, size, size - 1, "0") for name, size in zip(self._axes, mesh.sizes, strict=True)]
@@ -128,7 +128,7 @@ class FakeProber:
                 # What runs backward must be of the same kind: it speaks of what forward keeps.
                 self._assumed.add(task)
                 found = assumed_forward(task, self._results[task.text])
-            self._forward[task] = found
+            self._forward[task] = replace(found, events=self._compacted(found.events))
         return self._forward[task]
 
     def backward(self, task: Task, gradients: tuple[Form | None, ...]) -> BackwardProfile:
@@ -136,8 +136,12 @@ class FakeProber:
         if (task, gradients) not in self._backward:
             forward = self.forward(task)
             found = None if task in self._assumed else self._look(task, lambda run: run.backward(gradients))
-            self._backward[task, gradients] = found or assumed_backward(task, gradients, forward)
+            found = found or assumed_backward(task, gradients, forward)
+            self._backward[task, gradients] = replace(found, events=self._compacted(found.events))
         return self._backward[task, gradients]
+
+    def _compacted(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
+        return events if self._unit is None else compacted(events, self._unit)
 
     def _look(self, task: Task, look: Callable[["_Run"], T]) -> T | None:
         """The result of `look` on a run of a task; None where the task cannot run without values."""

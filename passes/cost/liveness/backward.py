@@ -102,6 +102,8 @@ def _run(node: AutogradNode, ledger: Ledger, prober: Prober, waiting: list[Stora
             own[event.index] = Storage(ledger, event.bytes, TRANSIENT)
         elif event.what is EventKind.FREE:
             own.pop(event.index, None)
+        elif event.what is EventKind.MOMENT:
+            ledger.pass_through(TRANSIENT, event.bytes)
         elif event.what is EventKind.TAKEN:
             node.gradients.pop(event.index, None)
         elif event.what is EventKind.USE:

@@ -7,9 +7,10 @@ worst-case profile.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 from math import prod
 from sys import getrefcount
 from typing import Protocol
@@ -79,6 +80,7 @@ class EventKind(Enum):
 
     ALLOCATE = "allocate"  # own storage
     FREE = "free"  # own storage
+    MOMENT = "moment"  # own storages that are allocated and freed before the next event: at most so many bytes
     TAKEN = "taken"  # the last read of the gradient of a result
     KEEP = "keep"  # autograd saves a tensor
     USE = "use"  # a saved tensor is read
@@ -220,6 +222,11 @@ class Ledger:
         elif self._is_at_peak:
             self._copy()
         self.live[kind, block] += size
+
+    def pass_through(self, kind: str, size: int) -> None:
+        """Add bytes of the block that runs, and release them."""
+        self.add(kind, self.block, size)
+        self.add(kind, self.block, -size)
 
     def turn(self, block: str, size: int, before: str, after: str) -> None:
         """Count `size` live bytes of one kind as another."""
@@ -480,6 +487,41 @@ def play(events: Sequence[Event], own: dict[int, Storage], ledger: Ledger, kind:
             own[event.index] = Storage(ledger, event.bytes, kind)
         elif event.what is EventKind.FREE:
             own.pop(event.index, None)
+        elif event.what is EventKind.MOMENT:
+            ledger.pass_through(kind, event.bytes)
+
+
+def compacted(events: Sequence[Event], unit: int) -> tuple[Event, ...]:
+    """Events in fewer: storages that are allocated and freed with nothing but allocations and frees between count as
+    the most bytes that they and those which stay take together, each a multiple of `unit`. So peaks are the same."""
+    found: list[Event] = []
+    for of_memory, group in groupby(events, lambda event: event.what in (EventKind.ALLOCATE, EventKind.FREE)):
+        run = list(group)
+        found += _compacted_run(run, unit) if of_memory and len(run) > 1 else run
+    return tuple(found)
+
+
+def _compacted_run(run: Sequence[Event], unit: int) -> Iterator[Event]:
+    """Allocations and frees: the moment at which they take most, what they free, and what they leave."""
+    live: dict[int, Event] = {}
+    total = most = 0
+    for event in run:
+        if event.what is EventKind.ALLOCATE:
+            live[event.index] = event
+            total += -(-event.bytes // unit) * unit
+            most = max(most, total)
+        elif event.index in live:
+            total -= -(-live.pop(event.index).bytes // unit) * unit
+        else:
+            # It was allocated earlier, and its bytes are not known here.
+            if most > total:
+                yield Event(EventKind.MOMENT, 0, most)
+            yield from live.values()
+            yield event
+            live, total, most = {}, 0, 0
+    if most > total:
+        yield Event(EventKind.MOMENT, 0, most)
+    yield from live.values()
 
 
 def place_of(place: StorageRef, own: Mapping[int, Storage], operands: Sequence[Storage | None]) -> Storage:
