@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import collectives, group_timeout
+from autopar._torch import group_timeout
 from autopar.runtime.ranks.failures import naming_collectives
 from autopar.runtime.ranks.groups import cpu_group, ranks_of
 from passes._torch import without_function_modes
@@ -178,8 +178,10 @@ class Agreement:
         known = torch.tensor([list(own)], dtype=torch.int64)
         with naming_collectives(_PHASE):
             if size <= FEW_RANKS:
-                gathered = collectives.all_gather_into_tensor(known, size, self._group.group_name)
-                in_group = collectives.wait_tensor(gathered).tolist()
+                gathered = known.new_empty(size, len(own))
+                # The functional collective takes 0.15 ms more, a third of the call.
+                dist.all_gather(list(gathered.unsqueeze(1).unbind()), known, group=self._group)
+                in_group = gathered.tolist()
             else:
                 in_group = self._by_messages(known, size)
         return [in_group[place] for place in self._order]

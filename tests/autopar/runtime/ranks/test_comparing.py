@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar._torch import collectives
 from autopar.runtime.ranks import values
 from autopar.testing import run_ranks
 from tests.models import Stack
@@ -182,7 +181,7 @@ class _Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.scalars += function is torch.ops.aten._local_scalar_dense.default
-        self.gathers += function is collectives.all_gather_into_tensor.default
+        self.gathers += function is torch.ops.c10d.allgather_.default
         return function(*args, **(kwargs or {}))
 
 
