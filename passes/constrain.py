@@ -3,12 +3,13 @@
 Constraints are `{pattern: {what: {axis: layout}}}`. A pattern is matched (fnmatch) against names of parameters, modules
 and ops, or is an op kind such as "@linear". `what` is "stored" or "used" (parameters), "in", "out" or "method" (ops,
 and modules: what enters and leaves them). A layout is a placement as it prints, or "whole" for both R and I. Of several
-constraints on the same placement the longest pattern applies.
+constraints on the same placement the longest pattern applies. Axes that are asked for the same split make it one after
+the other.
 """
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -17,7 +18,7 @@ from passes.ir.arguments import references
 from passes.ir.constraints import Constraint, ConstraintTarget, PlacedConstraints
 from passes.ir.errors import ConstraintError
 from passes.ir.grouping import grouped
-from passes.ir.layout import WHOLE, Layout, R, parse_placement
+from passes.ir.layout import WHOLE, Layout, Placement, R, S, parse_placement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, Program
 
@@ -75,7 +76,22 @@ def constrain(program: Program, constraints: Constraints, mesh: Mesh) -> PlacedC
                     f"{before} and {demand}"
                 )
             placed[place][demand.axis] = demand
-    return PlacedConstraints(placed)
+    return PlacedConstraints({place: _one_after_the_other(by_axis, mesh) for place, by_axis in placed.items()})
+
+
+def _one_after_the_other(by_axis: Mapping[int, Constraint], mesh: Mesh) -> dict[int, Constraint]:
+    """The constraints on one tensor, where a split that several axes are asked for is split by one after the other, as
+    `Shard(0), Shard(0)` of a `DTensor` is."""
+    found: dict[int, Constraint] = {}
+    taken: dict[Placement, int] = {}
+    for axis, demand in sorted(by_axis.items()):
+        asked = demand.placement
+        if asked is not None and asked.kind == "S":
+            ways = taken.get(asked, 1)
+            demand = replace(demand, placement=S(asked.dim, asked.major * ways))
+            taken[asked] = ways * mesh.sizes[axis]
+        found[axis] = demand
+    return found
 
 
 def _without_match(demand: Constraint, program: Program) -> ConstraintError:

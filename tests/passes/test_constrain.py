@@ -78,6 +78,20 @@ def test_letters_are_parsed(program: Program, text: str, expected: Placement) ->
     assert 0 not in demands.at("used", "head.weight")
 
 
+def test_axes_make_a_split_one_after_the_other(program: Program) -> None:
+    """The same split on two axes, in the order of the mesh, as torch's placements have it; others stay."""
+    demands = constrain(program, {"*": {"stored": {"tp": "S(0)", "dp": "S(0)"}}}, MESH)
+    assert [placement(demands, axis, "stored", "head.weight") for axis in (0, 1)] == [S(0), S(0, 2)]
+    demands = constrain(program, {"*": {"stored": {"dp": "S(0)", "tp": "S(1)"}}}, MESH)
+    assert [placement(demands, axis, "stored", "head.weight") for axis in (0, 1)] == [S(0), S(1)]
+    (layout,) = {
+        node.strategies[0].results[0]
+        for node in problem(program, {"*.up.weight": {"stored": {"dp": "S(0)", "tp": "S(0)"}}}).nodes
+        if node.kind == "parameter" and "up" in node.key
+    }
+    assert layout == (S(0), S(0, 2))
+
+
 @pytest.mark.parametrize(
     ("constraints", "message"),
     [
