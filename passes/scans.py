@@ -6,7 +6,12 @@
 
 A trace of the loop has an op for each step of each chunk. This is one op, which saves its operands and the states; the
 backward pass computes `new` again.
+
+The state after a chunk is linear in that before it, plus something: (decay - key^T @ reads) @ state + key^T @ values.
+So is that after several chunks (`carry`), which ranks with other chunks need to begin with theirs.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -65,8 +70,20 @@ def _keep(
 def _backward(
     ctx: torch.autograd.function.FunctionCtx, of_result: Tensor | None, of_states: None, of_last: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    query, key, values, reads, weights, decay, states = ctx.saved_tensors  # type: ignore[attr-defined]
-    found = [torch.empty_like(each) for each in (query, key, values, reads, weights, decay)]
+    *operands, states = ctx.saved_tensors  # type: ignore[attr-defined]
+    found, of_state = scan_gradients(operands, states, of_result, of_last)
+    return *found, of_state if ctx.has_state else None  # type: ignore[attr-defined]
+
+
+torch.library.register_autograd("autopar::delta_scan", _backward, setup_context=_keep)
+
+
+def scan_gradients(
+    operands: Sequence[Tensor], states: Tensor, of_result: Tensor | None, of_last: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """The gradients of the six first operands of `delta_scan`, and of the state before all chunks."""
+    query, key, values, reads, weights, decay = operands
+    found = [torch.empty_like(each) for each in operands]
     of_query, of_key, of_values, of_reads, of_weights, of_decay = found
     of_result = torch.zeros_like(values) if of_result is None else of_result
     of_now = torch.zeros_like(states[:, :, 0]) if of_last is None else of_last
@@ -82,7 +99,54 @@ def _backward(
         of_decay[:, :, chunk] = (of_now * now).sum((-2, -1))
         carried = of_now * decay[:, :, chunk, None, None]
         of_now = carried + query[:, :, chunk].mT @ own - reads[:, :, chunk].mT @ of_new
-    return *found, of_now if ctx.has_state else None  # type: ignore[attr-defined]
+    return found, of_now
 
 
-torch.library.register_autograd("autopar::delta_scan", _backward, setup_context=_keep)
+def carry(key: Tensor, values: Tensor, reads: Tensor, decay: Tensor) -> Tensor:
+    """The state after all chunks as a function of that before them, `by @ state + more`: by and more side by side,
+    [batch, heads, width, width + value width]. Operands are those of `delta_scan`."""
+    now = _unchanged(key, values)
+    for chunk in range(key.shape[2]):
+        now = _next(now, key[:, :, chunk], values[:, :, chunk], reads[:, :, chunk], decay[:, :, chunk])
+    return now
+
+
+def add_carry_gradients(operands: Sequence[Tensor], of_carry: Tensor, found: Sequence[Tensor]) -> None:
+    """Add to `found` the gradients of key, values, reads and decay, the `operands` of `carry`, whose result has the
+    gradient `of_carry`. The states between chunks are computed again."""
+    key, values, reads, decay = operands
+    of_key, of_values, of_reads, of_decay = found
+    width = key.shape[-1]
+    states = [_unchanged(key, values)]
+    for chunk in range(key.shape[2] - 1):
+        states.append(_next(states[-1], key[:, :, chunk], values[:, :, chunk], reads[:, :, chunk], decay[:, :, chunk]))
+    of_now = of_carry
+    for chunk in reversed(range(key.shape[2])):
+        now = states.pop()
+        new = _new(now, values[:, :, chunk], reads[:, :, chunk])
+        of_new = key[:, :, chunk] @ of_now
+        of_key[:, :, chunk] += new @ of_now.mT
+        of_values[:, :, chunk] += of_new[..., width:]
+        of_reads[:, :, chunk] -= of_new @ now.mT
+        of_decay[:, :, chunk] += (of_now * now).sum((-2, -1))
+        of_now = of_now * decay[:, :, chunk, None, None] - reads[:, :, chunk].mT @ of_new
+
+
+def _unchanged(key: Tensor, values: Tensor) -> Tensor:
+    """The function that returns the state that it is given."""
+    batch, heads, _, _, width = key.shape
+    found = values.new_zeros(batch, heads, width, width + values.shape[-1])
+    found[..., :width].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    return found
+
+
+def _new(now: Tensor, values: Tensor, reads: Tensor) -> Tensor:
+    """The new values of a chunk as a function of the state before all chunks."""
+    new = (reads @ now).neg_()
+    new[..., -values.shape[-1] :] += values
+    return new
+
+
+def _next(now: Tensor, key: Tensor, values: Tensor, reads: Tensor, decay: Tensor) -> Tensor:
+    """The state after a chunk as a function of the state before all chunks."""
+    return (now * decay[..., None, None]).add_(key.mT @ _new(now, values, reads))

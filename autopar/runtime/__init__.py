@@ -34,6 +34,7 @@ from autopar.runtime.generated.forms import (
 from autopar.runtime.generated.linear_loss import linear_cross_entropy
 from autopar.runtime.generated.ring_attention import ring_attention
 from autopar.runtime.generated.saving import recomputed
+from autopar.runtime.generated.scan import split_delta_scan
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.state import Axis
 from passes.ir.layout import I, P, R, S
@@ -68,6 +69,7 @@ __all__ = [
     "ring_attention",
     "split_batch_norm",
     "split_cumsum",
+    "split_delta_scan",
     "split_group_norm",
     "split_layer_norm",
     "split_log_softmax",

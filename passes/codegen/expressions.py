@@ -480,6 +480,11 @@ def _cumsum_form(code: Scope, statement: Compute) -> str:
     return _called(code, "split_cumsum", [arguments["self"], split.dim], digits=_digits(code, split), **dtype)
 
 
+def _scan_form(code: Scope, statement: Compute) -> str:
+    given: list[Argument] = [value for value in statement.op.arguments.values() if value is not None]
+    return _called(code, "split_delta_scan", given, digits=_digits(code, _one(statement)))
+
+
 def _haloed_form(code: Scope, statement: Compute) -> str:
     """The op on a block with what it needs of its neighbours, without padding in the dims that are split."""
     op = statement.op
@@ -520,4 +525,5 @@ WRITERS: dict[str, Callable[[Scope, Compute], str]] = {
     "log_softmax": _softmax_form,
     "logsumexp": _softmax_form,
     "cumsum": _cumsum_form,
+    "delta_scan": _scan_form,
 }

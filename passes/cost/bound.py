@@ -23,6 +23,7 @@ from passes.cost.hardware import Device
 from passes.cost.price import update_seconds, work_alone
 from passes.cost.walk import Optimizer
 from passes.ir.folded import Folded
+from passes.rules import find_rule
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ def _least_phases(folded: Folded, cluster: Cluster, devices: int) -> dict[str, _
                 hidden, weight = (folded.types[name].shape for name in op.operands[:2])
                 found[op.key] = _least_loss(work, hidden[0] * weight[0], cluster.device, devices)
             else:
+                rule = find_rule(op, folded.types, folded.program.rules)
+                if rule is not None and rule.launched_for:
+                    work = replace(work, kernels=(work.kernels[0] / devices, work.kernels[1] / devices))
                 found[op.key] = _least_seconds(work, cluster.device, devices)
     return found
 
@@ -112,7 +116,7 @@ def _least_seconds(work: Work, device: Device, devices: int) -> _LeastSeconds:
     backward = zip(work.backward, work.gradients, strict=True)
     forward = [(work.forward, work.elements)]
 
-    def least(touched: float, products: Iterable[tuple[float, float]], kernels: int) -> float:
+    def least(touched: float, products: Iterable[tuple[float, float]], kernels: float) -> float:
         multiplied = sum(_multiplying(*product, work, device, devices) for product in products)
         return kernels * device.launch + max(touched / devices / device.stream, multiplied)
 

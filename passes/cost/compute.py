@@ -50,7 +50,7 @@ class Work:
     reads: float
     writes: float
     back: float = 0.0
-    kernels: tuple[int, int] = (1, 0)
+    kernels: tuple[float, float] = (1, 0)
     forward: float = 0.0
     backward: Sequence[float] = ()
     elements: float = 0.0

@@ -34,6 +34,7 @@ from passes.rules.local_forms import (
     FormContext,
     Kernel,
     LocalForm,
+    MoreWork,
     Split,
     Workspace,
     attention_kernel,
@@ -54,6 +55,7 @@ def shares(rule: Rule | None, choices: Sequence[Choice], sizes: Sequence[int]) -
     forward = backward = 1.0
     if rule is None:
         return forward, backward
+    more = more_work(rule, choices, sizes)
     # A form that includes another divides the work by the splits of both.
     runs = form_that_runs(choice.form for choice in choices)
     splits: dict[tuple[str, str], list[Split]] = {}
@@ -67,7 +69,22 @@ def shares(rule: Rule | None, choices: Sequence[Choice], sizes: Sequence[int]) -
         forward, backward = (
             whole * (1 - part + part * share) for whole, part in zip((forward, backward), parts, strict=True)
         )
-    return forward, backward
+    return forward * (1 + more.forward), backward * (1 + more.backward)
+
+
+def more_work(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> MoreWork:
+    """What the local form of an op computes besides a rank's part of the op."""
+    runs = form_that_runs(choice.form for choice in choices)
+    more = LOCAL_FORMS[runs].more if runs else None
+    return more(rule, _ways_by_factor(choices, sizes)) if more else MoreWork()
+
+
+def _ways_by_factor(choices: Sequence[Choice], sizes: Sequence[int]) -> dict[str, int]:
+    """The number of parts that each factor is split into."""
+    found: dict[str, int] = {}
+    for choice, size in zip(choices, sizes, strict=True):
+        found.update((factor, found.get(factor, 1) * size) for factor in choice.factors)
+    return found
 
 
 def form_contexts(
@@ -278,8 +295,8 @@ class Inside(NamedTuple):
 
 class Parts(NamedTuple):
     """The part of an op on the busiest rank: its `shares` of the multiplications forward and backward, the number of
-    parts that each operand and result is split into, whether rows of these are `unaligned` in a product, and the local
-    `attention`, or the linear layer with its `loss`."""
+    parts that each operand and result is split into, whether rows of these are `unaligned` in a product, the local
+    `attention`, or the linear layer with its `loss`, and the kernels of both passes if the rule says how many."""
 
     shares: tuple[float, float]
     operands: tuple[int, ...]
@@ -287,6 +304,7 @@ class Parts(NamedTuple):
     unaligned: bool
     attention: Attention | None
     loss: LinearLoss | None = None
+    kernels: tuple[float, float] | None = None
 
 
 class OpPrices:
@@ -356,6 +374,7 @@ class OpPrices:
             bool(multiplies) and context.op.kind in _PRODUCTS and _unaligned(context, strategy, sizes),
             local_attention(context, choices, strategy, self.mesh, self.cluster.device.type),
             local_loss(context, choices, strategy, self.mesh),
+            _kernels(context.rule, choices, sizes),
         )
 
     def work(self, parts: Parts) -> Work:
@@ -369,9 +388,9 @@ class OpPrices:
         writes: list[float] = [count * type.dtype.itemsize for count, type in zip(made, context.results, strict=True)]
         flowing = [slot for slot, flows in enumerate(context.flowing_operands) if flows] if context.flows else []
         gradients = sum(reads[slot] for slot in flowing)
-        kernels = 1, len(flowing)
-        if rule is not None and rule.kernels is not None:
-            kernels = rule.kernels[0], rule.kernels[1] if flowing else 0
+        kernels: tuple[float, float] = (1, len(flowing))
+        if parts.kernels is not None:
+            kernels = parts.kernels[0], parts.kernels[1] if flowing else 0
         if context.op.kind in _LOOKUPS and reads:
             reads[0] = least((reads[0], sum(writes)))
         if fused is not None:
@@ -397,6 +416,15 @@ class OpPrices:
             dtype, read, written, back, kernels, forward, backward, sum(made), counts, 0.0, parts.unaligned, batched
         )
         return work if parts.attention is None else attention_work(work, parts.attention)
+
+
+def _kernels(rule: Rule | None, choices: Sequence[Choice], sizes: Sequence[int]) -> tuple[float, float] | None:
+    """The kernels that a rank launches in both passes, if the rule says how many the op has."""
+    if rule is None or rule.kernels is None:
+        return None
+    more = more_work(rule, choices, sizes)
+    (forward, backward), parts = rule.kernels, _ways_by_factor(choices, sizes).get(rule.launched_for, 1)
+    return forward / parts + more.forward_kernels, backward / parts + more.backward_kernels
 
 
 def op_seconds(

@@ -94,6 +94,8 @@ class Rule:
     - `divided`: by factor, the parts of the multiplications of both passes that have it; other factors are in all.
     - `kernels`: the number of kernels that the forward and the backward pass launch; None: one, and one for each
       gradient.
+    - `launched_for`: the factor for each element of which as many of these are launched, so that a rank with a part of
+      it launches a part of them; none if "".
     - `saved`: the tensors that autograd saves.
     - `moves`: whether it reads or writes memory (a view does not).
     """
@@ -110,6 +112,7 @@ class Rule:
     backward: tuple[float, ...] = ()
     divided: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     kernels: tuple[int, int] | None = None
+    launched_for: str = ""
     saved: tuple[Saved, ...] = ()
     moves: bool = True
 

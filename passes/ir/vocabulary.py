@@ -12,6 +12,7 @@ FORMS = (
     "ring_attention",
     "split_batch_norm",
     "split_cumsum",
+    "split_delta_scan",
     "split_group_norm",
     "split_layer_norm",
     "split_log_softmax",

@@ -20,7 +20,7 @@ from passes.ir.layout import I, P, Placement, R, S, Shape
 from passes.ir.linear_loss import AT_ONCE, SPLIT, SPLIT_AT_ONCE, LinearLoss, token_chunks
 from passes.ir.program import Op
 from passes.ir.redistribution import RedistributionStep
-from passes.ir.rule import Factor
+from passes.ir.rule import Factor, Rule
 
 
 class Kernel(Enum):
@@ -135,6 +135,18 @@ class FormContext:
 Steps = tuple[FormStep, ...]
 # Numbers of shifts, and the bytes that each rank sends in each of them.
 Shifts = tuple[tuple[float, float], ...]
+
+
+class MoreWork(NamedTuple):
+    """What a form computes besides a rank's part of the op: multiplications of both passes, relative to those of that
+    part, and kernels."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    forward_kernels: float = 0
+    backward_kernels: float = 0
+
+
 # Bytes that autograd saves besides what the rule says, and bytes of the temporaries of the backward pass.
 Workspace = tuple[float, float]
 
@@ -386,6 +398,45 @@ def _visited(context: FormContext) -> tuple[float, float]:
     return context.ways, least((context.after, 1 - (-ranks // (context.before * context.ways))))
 
 
+def _carries(context: FormContext) -> Steps:
+    """Of every rank's chunks of a scan, what they do to a state."""
+    query, _, values = context.operands[:3]
+    above, carried = query[:2], (query[4], query[4] + values[4])
+    ranks = context.before
+    part, whole = (*above, ranks, *carried), (*above, ranks * context.ways, *carried)
+    return (FormStep(RedistributionStep(context.span, S(2), R, part, whole)),)
+
+
+def _scan(context: FormContext) -> Workspace:
+    """Saved is what the chunks of all ranks do to a state, and the state before all. In the backward pass gradients of
+    all ranks are sent, or what comes before each chunk is there again, with the gradients of what its places add."""
+    query, _, values = context.operands[:3]
+    batch, heads, chunks, places, width = query
+    itemsize, wide = context.dtype.itemsize, width + values[4]
+    one, ranks = batch * heads * width * wide * itemsize, context.before * context.ways * context.after
+    state = batch * heads * width * values[4] * itemsize
+    sent = (2 * ranks + 1) * one
+    again = (chunks + 4) * one + 2 * batch * heads * places * wide * itemsize
+    return ranks * one + (state if len(context.operands) > 6 else 0.0), max(sent, again)
+
+
+# Kernels of `passes.scans.carry` and its gradients for each chunk, and of the states between ranks for each rank.
+_CARRY_KERNELS, _BETWEEN_KERNELS = (6, 21), (2, 5)
+
+
+def _carrying(rule: Rule, ways: Mapping[str, int]) -> MoreWork:
+    """What chunks do to a state: two products each with a matrix as wide as a state and the identity together, backward
+    those again, but of the last one, and five more. And the states between ranks: a product each, backward again with
+    two more. Relative to the products of the op: three with a state of each chunk, and one of its places."""
+    sizes = {name: factor.size // ways.get(name, 1) for name, factor in rule.factors.items()}
+    width, out, places, chunks = (sizes.get(name, 1) for name in ("width", "out", "places", "chunks"))
+    ranks, wide = ways["chunks"], (width + out) / out
+    forward, backward = 3 + places / width, 7 + 2 * places / width
+    between = 2 * ranks * width / (2 * places * chunks)
+    kernels = (each * chunks + more * ranks for each, more in zip(_CARRY_KERNELS, _BETWEEN_KERNELS, strict=True))
+    return MoreWork((2 * wide + between) / forward, ((7 - 2 / chunks) * wide + 3 * between) / backward, *kernels)
+
+
 def _all_but_one(context: FormContext) -> float:
     """Of as many blocks as ranks the last one has no shift beside it."""
     blocks = prod(_visited(context)) * context.before
@@ -401,6 +452,7 @@ class LocalForm:
     - `repeats`: how often those of the forward pass run; None: once.
     - `shifts`: those to the next rank on one axis, forward and backward.
     - `share`: the part of the op's work that the busiest rank has, by the splits of a factor.
+    - `more`: what it computes besides a rank's part of the op, by the parts that each factor is split into.
     - `overlap`: the part of its own computation beside which its collectives run.
     - `workspace`: what it saves and its temporaries.
     - `is_wide`: whether statistics of half precision are in single.
@@ -412,6 +464,7 @@ class LocalForm:
     repeats: Callable[[FormContext], float] | None = None
     shifts: Callable[[FormContext], tuple[Shifts, Shifts]] | None = None
     share: Callable[[Sequence[Split], Factor], float] = _share
+    more: Callable[[Rule, Mapping[str, int]], MoreWork] | None = None
     overlap: Callable[[FormContext], float] | None = None
     workspace: Callable[[FormContext], Workspace] = _nothing
     is_wide: bool = False
@@ -485,6 +538,7 @@ LOCAL_FORMS: Mapping[str, LocalForm] = {
     "batch_norm": _MOMENTS,
     # The sum of each rank's part.
     "cumsum": LocalForm(lambda context: _gathered(context, 1), workspace=_multiples(0, 3)),
+    "delta_scan": LocalForm(_carries, more=_carrying, workspace=_scan),
 }
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import prod
 
 from passes.ir.program import Op, TensorType
-from passes.ir.rule import Dims, Role, Rule, Saved
+from passes.ir.rule import Dims, Factor, Role, Rule, Saved
 from passes.rules.parts import factors, is_tensor, one, rule_for
 
 
@@ -57,7 +57,9 @@ _SCAN_KERNELS = (9, 20)
 @rule_for("delta_scan")
 def delta_scan(op: Op, types: Mapping[str, TensorType]) -> Rule:
     """batch heads chunks places width, the same, batch heads chunks places out, … -> batch heads chunks places out,
-    batch heads chunks width out, batch heads width out: one chunk after the other."""
+    batch heads chunks width out, batch heads width out: one chunk after the other.
+
+    Of split chunks each rank computes what they do to any state, too (`passes.scans.carry`)."""
     query, _, values = (types[name].shape for name in op.operands[:3])
     batch, heads, chunks, places, width = (
         one(name, size) for name, size in zip(("batch", "heads", "chunks", "places", "width"), query, strict=True)
@@ -80,12 +82,19 @@ def delta_scan(op: Op, types: Mapping[str, TensorType]) -> Rule:
     forward = 3 * with_state + within
     # The gradient of the state takes two more, which are counted with those of the decay.
     backward = (with_state, with_state, with_state + within, with_state, with_state + within, 2 * with_state, 0.0)
+    found = factors(*operands, *results, roles=dict.fromkeys(("places", "width", "others"), Role.WHOLE))
+    forms = {}
+    if "chunks" in found:
+        found["chunks"] = Factor(query[2], Role.INSIDE, ordered=True)
+        forms["chunks"] = "delta_scan"
     return Rule(
-        factors(*operands, *results, roles=dict.fromkeys(("chunks", "places", "width", "others"), Role.WHOLE)),
+        found,
         operands,
         results,
+        forms=forms,
         multiplications=forward,
         backward=tuple(each / forward for each in backward[: len(operands)]),
         saved=(*(Saved(slot) for slot in range(6)), Saved(1, result=True)),
         kernels=(_SCAN_KERNELS[0] * query[2], _SCAN_KERNELS[1] * query[2]),
+        launched_for="chunks",
     )

@@ -46,6 +46,13 @@ _SAMPLES = (_wide(2, 4, 512, 16),) * 3
 _HALF = tuple(each.bfloat16() for each in _QKV)
 _PADDED = (_SHORT, 0.0, True)
 _DOCUMENTS = (_ids(2, 1, 512, 1), _LONG_ROW)
+_SCAN = "autopar.delta_scan.default"
+# Six chunks of eight places, keys as wide as 16, values as 24.
+_CHUNKED_PLACES = (
+    *(_wide(2, 4, 12, 8, width) for width in (16, 16, 24, 16)),
+    _wide(2, 4, 12, 8, 8),
+    _wide(2, 4, 12),
+)
 # The number of arguments that are no keywords, and keywords.
 _CONVOLUTION = "autopar.padded_conv1d.default"
 _KEYWORDS = {
@@ -84,6 +91,9 @@ CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
         "space0",
     ),
     "cumsum": ("aten.cumsum.default", (_wide(), 1), "along"),
+    "delta_scan": (_SCAN, (*_CHUNKED_PLACES, None), "chunks"),
+    "delta_scan from a state": (_SCAN, (*_CHUNKED_PLACES, _wide(2, 4, 16, 24)), "chunks"),
+    "delta_scan of parts of the values": (_SCAN, (*_CHUNKED_PLACES, None), "chunks out"),
     "layer_norm without weight": (_NORM, (_wide(), [WIDTH]), "inner1"),
     "rms_norm without weight": ("aten.rms_norm.default", (_wide(), [WIDTH], None, 1e-5), "inner1"),
     "blockwise_attention of groups": (_ATTENTION, (_LONG, _KEYS, _KEYS, *_CAUSAL), "queries"),
@@ -217,7 +227,8 @@ def test_workspace(name: str, dtype: torch.dtype, device: str) -> None:
     places = {place for place in forward.saved if place}
     kept = {place.index: sizes[place.index] for place in places if place.origin is StorageOrigin.OWN}
     read = sum(operands[place.index].bytes for place in places if place.origin is StorageOrigin.OPERAND)
-    backward = prober.backward(task, tuple(result.form for result in forward.results))
+    given_to = tuple(result.form if result.flows else None for result in forward.results)
+    backward = prober.backward(task, given_to)
     given = sum(item.form.bytes for item in backward.given.values())
     temporaries = _most(backward.events, kept) - sum(kept.values()) - given
     if one.op.kind == "linear_cross_entropy":

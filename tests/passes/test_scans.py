@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from passes.scans import delta_scan
+from passes.scans import add_carry_gradients, carry, delta_scan
 
 
 def _operands(*, state: bool) -> list[Tensor | None]:
@@ -34,3 +34,21 @@ def test_chunks_follow_each_other() -> None:
     for one, parts in zip(whole[:2], zip(first[:2], second[:2], strict=True), strict=True):
         torch.testing.assert_close(torch.cat(parts, 2), one)
     torch.testing.assert_close(second[2], whole[2])
+
+
+def test_chunks_as_a_function_of_the_state_before() -> None:
+    """It gives the last state for any state before, and its gradients those of autograd."""
+    *operands, state = _operands(state=True)
+    (query, key, values, reads, weights, decay), before = (each for each in operands if each is not None), state
+    assert before is not None
+    given = key, values, reads, decay
+    function = carry(*given)
+    by, more = function[..., :3], function[..., 3:]
+    torch.testing.assert_close(by @ before + more, delta_scan(query, key, values, reads, weights, decay, before)[2])
+    cotangent = torch.randn_like(function)
+    expected = torch.autograd.grad(function, given, cotangent)
+    found = [torch.ones_like(each) for each in given]
+    with torch.no_grad():
+        add_carry_gradients(given, cotangent, found)
+    for own, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, wanted + 1)

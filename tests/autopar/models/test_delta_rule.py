@@ -112,3 +112,17 @@ def test_heads_are_split(mesh: str) -> None:
     plan = autopar.plan(_qwen3_next(), MESHES[mesh], tokens(4, 24), cluster="ideal", constraints=constraints)
     assert not plan.whole_ops
     exact(_qwen3_next().double(), mesh, tokens(4, 24), constraints=constraints)
+
+
+@pytest.mark.parametrize("mesh", ["2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("4", "2x2"))])
+def test_chunks_are_split(mesh: str) -> None:
+    """The sequence over all axes, in projections, convolutions and the scan, whose ranks pass states on."""
+    axes, inputs = MESHES[mesh], tokens(1, 256)
+    constraints = {
+        "@linear": {"in": dict.fromkeys(axes, "S(1)")},
+        "@padded_conv1d": {"method": dict.fromkeys(axes, "space0")},
+        "@delta_scan": {"method": dict.fromkeys(axes, "chunks")},
+    }
+    plan = autopar.plan(_qwen3_next(), axes, inputs, cluster="ideal", constraints=constraints)
+    assert not plan.unsplit_over_sequence
+    exact(_qwen3_next().double(), mesh, inputs, constraints=constraints)

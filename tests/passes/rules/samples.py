@@ -246,9 +246,9 @@ def _recurrent(make: Maker, call: Make) -> Iterator[Sample]:
             state = make.normal(1, 12, 3)
             given = [state, make.normal(1, 12, 3)] if kind == "lstm" else state
             yield call(f"aten.{kind}.input", batch, given, weights, True, 1, 0.0, True, False, first)
-    places = make.normal(12, 6, 2, 3, 8)
-    scanned = (places, make.normal(12, 6, 2, 3, 8), make.normal(12, 6, 2, 3, 24), make.normal(12, 6, 2, 3, 8))
-    within = (make.normal(12, 6, 2, 3, 3), make.positive(12, 6, 2))
+    places = make.normal(12, 6, 6, 3, 8)
+    scanned = (places, make.normal(12, 6, 6, 3, 8), make.normal(12, 6, 6, 3, 24), make.normal(12, 6, 6, 3, 8))
+    within = (make.normal(12, 6, 6, 3, 3), make.positive(12, 6, 6))
     yield call("autopar.delta_scan.default", *scanned, *within, None)
     yield call("autopar.delta_scan.default", *scanned, *within, make.normal(12, 6, 8, 24))
 
