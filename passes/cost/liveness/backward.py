@@ -67,6 +67,9 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Ca
     live = ledger.by_kind()
     waiting.clear()
     end()
+    for skip in skips:
+        # What their gradients are reduced in goes with that of the copies that are run.
+        skip.bulk.clear()
     return live
 
 

@@ -286,7 +286,7 @@ def peak_memory(
     training = stored.optimizer is not None
     updated = {parameter.name for parameter in program.updated}
     resident: dict[str, Value] = {}
-    leaves: list[Leaf] = []
+    leaves: dict[str, Leaf] = {}
     states: list[Storage] = []
     update = OPTIMIZERS[stored.optimizer] if stored.optimizer is not None else NO_OPTIMIZER
     for parameter in program.parameters:
@@ -298,7 +298,7 @@ def peak_memory(
         ledger.block = blocks.get(parameter.name, BEFORE)
         resident[parameter.name] = Value(Storage(ledger, form.bytes, PARAMETERS), form, leaf)
         if leaf is not None and parameter.name in updated:
-            leaves.append(leaf)
+            leaves[parameter.name] = leaf
             states += [Storage(ledger, form.bytes, OPTIMIZER) for _ in range(update.states)]
             states += [Storage(ledger, 4, OPTIMIZER) for _ in range(update.counting)]
     ledger.block = BEFORE
@@ -315,7 +315,7 @@ def peak_memory(
     returned = step.run(local)
     if training:
         ledger.moment = ledger.block = "optimizer step"
-        sizes = [leaf.form.bytes for leaf in leaves if leaf.gradient is not None]
+        sizes = [leaves[name].form.bytes for name in _with_gradient(stage, leaves)]
         # The last tensor made for one parameter stays until that for the next one is there.
         before = [0, *sizes] if update.per_parameter else [0] * len(sizes)
         each = [update.per_parameter * size + last for size, last in zip(sizes, before, strict=False)]
@@ -323,6 +323,17 @@ def peak_memory(
         Storage(ledger, more, TRANSIENT)
     del batch, states, returned
     return step.finish()
+
+
+def _with_gradient(stage: Stage, leaves: Mapping[str, Leaf]) -> list[str]:
+    """The parameters that have a gradient after the backward pass. Copies of regions that are not run have those of the
+    copies that are."""
+    found = {name for name, leaf in leaves.items() if leaf.gradient is not None}
+    for statement in stage.body.statements:
+        if isinstance(statement, Loop):
+            for names in statement.owned.values():
+                found.update(name for name in names if not found.isdisjoint(names))
+    return [name for name in leaves if name in found]
 
 
 def _blocks(stage: Stage) -> dict[str, str]:
