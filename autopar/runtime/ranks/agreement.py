@@ -175,7 +175,7 @@ class Agreement:
         gloo waits for locks without pausing.
         """
         size = len(self._order)
-        known = torch.tensor([list(own)], dtype=torch.int64)
+        known = torch.tensor([list(own)], dtype=torch.int64, device="cpu")
         with naming_collectives(_PHASE):
             if size <= FEW_RANKS:
                 gathered = known.new_empty(size, len(own))

@@ -155,6 +155,8 @@ def _tensor_text(tensor: Tensor) -> str:
     text = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
     if isinstance(tensor, DTensor):
         text += f" as {tensor.placements}"
+    if tensor.grad_fn is not None:
+        return f"{text}, computed with gradient"
     return f"{text} with gradient" if tensor.requires_grad else text
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.ranks.agreement import Agreement
-from passes.ir.errors import InputError
+from passes.ir.errors import InputError, RankFailedError
 from passes.ir.mesh import Mesh
 
 # Values are compared the first two times, the first time of each kind, and every time whose number this divides.
@@ -105,7 +105,13 @@ class ValueComparison:
         if self._agreement.alone or not (new or number <= 2 or number % EVERY == 0):
             return
         leaves = taken()
-        read = partial(self._read, number, leaves, Checksums([leaf.part for leaf in leaves]))
+        checksums: Checksums | Exception
+        try:
+            checksums = Checksums([leaf.part for leaf in leaves])
+        except Exception as error:
+            # It may be out of memory. It raises when the other ranks know, which wait for as many numbers.
+            checksums = error
+        read = partial(self._read, number, leaves, checksums)
         if new:
             read()
             # Where values differ, the next call of the kind is compared again.
@@ -113,8 +119,17 @@ class ValueComparison:
         else:
             self._pending = read
 
-    def _read(self, call: int, leaves: Sequence[Leaf], checksums: Checksums) -> None:
-        every = self._agreement.numbers(checksums.read())
+    def _read(self, call: int, leaves: Sequence[Leaf], checksums: Checksums | Exception) -> None:
+        if isinstance(checksums, Exception):
+            self._agreement.numbers([0] * (1 + len(leaves)))
+            raise checksums
+        found = self._agreement.numbers([1, *checksums.read()])
+        for rank, (taken, *_) in enumerate(found):
+            if not taken:
+                raise RankFailedError(
+                    f"rank {rank} of the mesh raised where values of {self._what} {call} of this module are compared"
+                )
+        every = [sums for _, *sums in found]
         for column, leaf in enumerate(leaves):
             first: dict[tuple[int, ...], int] = {}
             for rank, sums in enumerate(every):

@@ -304,3 +304,50 @@ def test_parameters_that_change_after_planning() -> None:
     for rank, found in enumerate(every):
         assert found[:2] == [frozen, frozen]
         assert found[2] == (frozen if rank == 3 else f"rank 3 of the mesh raised in call 2: InputError: {frozen}")
+
+
+def _without_checksums(failing: int) -> list[str]:
+    """The errors of four calls, of which rank 1 cannot take a checksum in one."""
+    dist_model, _, _ = parallel_stack()
+    said = []
+    for number in range(4):
+        fails = number == failing and dist.get_rank() == 1
+        error = torch.OutOfMemoryError("no memory is left")
+        with mock.patch.object(values, "checksum", side_effect=error) if fails else nullcontext():
+            try:
+                dist_model(**batch())
+                said.append("")
+            except (RuntimeError, autopar.RankFailedError) as raised:
+                said.append(f"{type(raised).__name__}: {raised}".removesuffix(" compared"))
+    return said
+
+
+def test_a_rank_that_cannot_take_checksums() -> None:
+    """It raises its own error, all others the same one: in the first call, where checksums are read at once, and for
+    the second in the third, where they are. The next calls run."""
+    own = "OutOfMemoryError: no memory is left"
+    said = "RankFailedError: call {} of Stack: rank 1 of the mesh raised where values of call {} of this module are"
+    first, second, *others = run_ranks(_without_checksums, 4, 0)
+    assert [first, *others] == [[said.format(1, 1), "", "", ""]] * 3
+    assert second == [own, "", "", ""]
+    first, second, *others = run_ranks(_without_checksums, 4, 1)
+    assert [first, *others] == [["", "", said.format(3, 2), ""]] * 3
+    assert second == ["", "", own, ""]
+
+
+def _computed_on_one() -> str:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    given = batch()
+    leaf = given["x"].requires_grad_()
+    dist_model = autopar.parallelize(Stack().double(), mesh, given, cluster="ideal")
+    given["x"] = leaf * 1 if dist.get_rank() == 1 else leaf
+    with pytest.raises(autopar.InputError) as raised:
+        dist_model(**given)
+    return str(raised.value)
+
+
+def test_an_input_that_one_rank_has_computed() -> None:
+    """Values of computed inputs are not compared, so all ranks must have computed them."""
+    first, *others = run_ranks(_computed_on_one, 4)
+    assert others == [first] * 3
+    assert "computed with gradient" in first
