@@ -10,7 +10,8 @@ from passes.ir.log import logger
 def refuse_gradient_hooks(model: nn.Module) -> None:
     """Raise UnsupportedError for hooks on gradients of parameters and parts of `model`, which would be lost."""
     for name, parameter in model.named_parameters():
-        if has_hooks(parameter):
+        # Autograd computes none of a frozen one.
+        if parameter.requires_grad and has_hooks(parameter):
             raise UnsupportedError(
                 f"the parameter {name!r} has a hook, which the distributed module would not call: remove it, and "
                 "register it on the parameter of this name of the distributed module"

@@ -33,7 +33,16 @@ from passes._torch import (
     pytree,
     schema_of,
 )
-from passes.capture.source import Line, Loops, UnrolledError, construct, line_of_node, line_of_traceback, replaced
+from passes.capture.source import (
+    HookError,
+    Line,
+    Loops,
+    UnrolledError,
+    construct,
+    line_of_node,
+    line_of_traceback,
+    replaced,
+)
 from passes.capture.unread import nothing_unread
 from passes.capture.values import MOST, SYMBOLIC, Read, Rewording, Values, checks_pass
 from passes.ir.errors import CaptureError
@@ -189,8 +198,8 @@ def _exported(
                 program = _export(module, example, varying, strict)
                 _settle(program.graph_module)
                 return program
-        except (CaptureError, _NeedsValues, _Refused, UnrolledError) as error:
-            if first is None and isinstance(error, (_Refused, UnrolledError)):
+        except (CaptureError, _NeedsValues, _Refused, UnrolledError, HookError) as error:
+            if first is None and isinstance(error, (_Refused, UnrolledError, HookError)):
                 raise refusal(module, error.line, str(error)) from None
             if first is None:
                 raise

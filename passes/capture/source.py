@@ -132,6 +132,17 @@ def _deciding(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 _ALLOWED, _TOKENS = 256, 32
 
 
+class HookError(Exception):
+    """A hook on gradients is registered at `line` of a forward method."""
+
+    def __init__(self, line: Line | None) -> None:
+        super().__init__(
+            "it registers a hook on the gradient of a tensor, which would be lost: write a torch.autograd.Function "
+            "whose backward does what the hook does"
+        )
+        self.line = line
+
+
 class UnrolledError(Exception):
     """A loop at `line` is unrolled, `times` so far."""
 

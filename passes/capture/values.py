@@ -41,7 +41,7 @@ from passes._torch import (
     without_function_modes,
     without_modes,
 )
-from passes.capture.source import TORCH, Line, Loops, line_of_frame, replaced, syntax_tree
+from passes.capture.source import TORCH, HookError, Line, Loops, line_of_frame, replaced, syntax_tree
 
 _Range = tuple[int, int, int, int]
 
@@ -367,9 +367,12 @@ def checks_pass(values: Values) -> Iterator[None]:
         yield
 
 
+_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+
+
 class Rewording(TorchFunctionMode):
     """While entered, what a trace does not follow is said in words that it does: `x.data` is `x.detach()`, and
-    `torch.tensor` is given the numbers in tensors."""
+    `torch.tensor` is given the numbers in tensors. Hooks on gradients cannot be: they raise HookError."""
 
     def __torch_function__(
         self, function: object, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
@@ -377,6 +380,8 @@ class Rewording(TorchFunctionMode):
         """Call a function of torch."""
         if function == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return cast(Tensor, args[0]).detach()
+        if function in _HOOKS and isinstance(args[0], Tensor) and args[0].requires_grad:
+            raise HookError(line_of_frame(_calling_frame()))
         options = dict(kwargs or {})
         if function == torch.tensor and args and isinstance(args[0], (list, tuple)):
             leaves, tree = pytree.tree_flatten(args[0])

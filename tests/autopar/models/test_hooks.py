@@ -79,3 +79,24 @@ def test_forward_hooks_are_traced(caplog: pytest.LogCaptureFixture) -> None:
         "Stack has a forward hook",
         "the part 'blocks.0.up' has a forward hook",
     ]
+
+
+def _hooked(_: nn.Module, __: object, output: torch.Tensor) -> None:
+    output.register_hook(lambda gradient: 2 * gradient)
+
+
+def test_hooks_on_activations_are_refused() -> None:
+    """A trace would drop them, and with them what they do to gradients."""
+    model = Stack()
+    model.blocks[0].up.register_forward_hook(_hooked)
+    with pytest.raises(autopar.CaptureError, match=r"test_hooks.py:\d+ .*: it registers a hook on the gradient"):
+        autopar.plan(model, MESH, _batch(), cluster="ideal")
+
+
+def test_hooks_of_frozen_parameters_do_not_matter() -> None:
+    """Autograd calls none of them."""
+    model = Stack()
+    weight = model.blocks[0].up.weight
+    weight.register_hook(_ignore)
+    weight.requires_grad_(False)
+    autopar.plan(model, MESH, _batch(), cluster="ideal")
