@@ -6,6 +6,7 @@ from operator import is_
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autopar._torch import local_tensor
 from passes._torch import parameters_of
 from passes.ir.errors import InputError
 from passes.ir.plan import ParameterPlan
@@ -44,8 +45,8 @@ class ParameterWatch:
         """Whether each parameter requires a gradient now, by one byte; `names` says whose.
 
         Raises InputError for a parameter that requires a gradient, but was frozen when it was planned, for one without
-        values, for tied parameters that are not tied any more, and for one in whose place there is a tensor that cannot
-        replace it.
+        values, for parameters whose ties are not those planned, and for one in whose place there is a tensor
+        that cannot replace it.
         """
         self._check_values()
         now = self._now()
@@ -74,6 +75,11 @@ class ParameterWatch:
                     f"the parameter {name!r} was replaced by a tensor of another shape, dtype or placements: replace "
                     "it by a DTensor like the parameter"
                 )
+            if new is not old and _part(new).stride() != _part(old).stride():
+                raise InputError(
+                    f"the parameter {name!r} was replaced by a tensor with the strides {_part(new).stride()} on this "
+                    f"rank, not {_part(old).stride()}: replace it by a contiguous one"
+                )
             if new.grad_fn is not None:
                 raise InputError(
                     f"the parameter {name!r} was replaced by a computed tensor, to which gradients do not flow: pass "
@@ -91,11 +97,17 @@ class ParameterWatch:
 
     def _check_ties(self, now: list[nn.Parameter]) -> None:
         given: dict[str, nn.Parameter] = {}
+        names: dict[int, str] = {}
         for (_, _, path), name, new in zip(self._places, self.names, now, strict=True):
             if given.setdefault(name, new) is not new:
                 raise InputError(
                     f"{name!r} and {path!r} were one parameter when it was planned, but are not any more: assign the "
                     "same parameter to both, or untie them before parallelize"
+                )
+            if names.setdefault(id(new), name) != name:
+                raise InputError(
+                    f"{names[id(new)]!r} and {path!r} were two parameters when it was planned, but are one now: assign "
+                    "two, or tie them before parallelize"
                 )
 
 
@@ -105,6 +117,11 @@ def places_of(root: nn.Module) -> Iterator[Place]:
         for name, parameter in parameters_of(part).items():
             if parameter is not None:
                 yield parameters_of(part), name, f"{path}.{name}" if path else name
+
+
+def _part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter."""
+    return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def alike(one: Tensor | None, other: Tensor) -> bool:

@@ -13,6 +13,7 @@ that users see:
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from autopar.runtime.fsdp._torch import GatheredParameter
 from autopar.runtime.fsdp.turns import Transfer, Turn, transfer_batch
 from autopar.runtime.state import from_local, mesh_of, placements
 from passes._torch import parameters_of, version_of
-from passes.ir.errors import InputError
+from passes.ir.errors import InputError, UnsupportedError
 from passes.ir.exchanges import Batching
 from passes.ir.layout import Layout, Shape
 
@@ -114,7 +115,7 @@ class UnitGradients:
         # The numbers of parameters that share memory with those of units, and of those with a copy in another layout.
         self._shared: list[int] = []
         self._turned: list[int] = []
-        # Whether `.grad` of some parameter may be a gradient that is not reduced.
+        # Whether `.grad` of some parameter may be a gradient that is not reduced, also of one that was replaced since.
         self._pending = False
         # Reduced gradients that wait for an all-to-all with others, with the numbers of their parameters.
         self._turning: Batching[tuple[int, Tensor]] = Batching()
@@ -149,6 +150,17 @@ class UnitGradients:
         another one in its place."""
         return self._seen[number]
 
+    @property
+    def current(self) -> Sequence[nn.Parameter]:
+        """All of these parameters."""
+        return self._seen
+
+    def check_current(self, read: Sequence[nn.Parameter]) -> None:
+        """Raise UnsupportedError where the parameters that a forward pass has `read` are not those of the last run."""
+        for item, own, seen in zip(self.parameters, read, self._seen, strict=True):
+            if own is not seen:
+                raise UnsupportedError(replaced_since(item.path))
+
     def _now(self) -> list[nn.Parameter]:
         return [found for table, name in self._places if (found := table[name]) is not None]
 
@@ -159,16 +171,21 @@ class UnitGradients:
         Memory that is left is not written to any more: a parameter that was replaced may be put back. Raises InputError
         where memory changes while parameters are `gathered`.
         """
-        self._seen = self._now()
-        for number in self._shared:
-            address, item = address_of(self._seen[number]), self.parameters[number]
-            if address == self._addresses[number] == address_of(item.kept):
-                continue
-            if gathered:
-                raise InputError(
-                    f"the parameter {item.path!r} was replaced within keeping_parameters(): replace it outside"
-                )
-            part = part_of(self._seen[number])
+        now = self._now()
+        changed = [
+            (number, address)
+            for number in self._shared
+            if not (address := address_of(now[number]))
+            == self._addresses[number]
+            == address_of(self.parameters[number].kept)
+        ]
+        if changed and gathered:
+            path = self.parameters[changed[0][0]].path
+            raise InputError(f"the parameter {path!r} was replaced within keeping_parameters(): replace it outside")
+        if not all(map(is_, now, self._seen)):
+            self._seen = now
+        for number, address in changed:
+            item, part = self.parameters[number], part_of(now[number])
             if address == self._addresses[number]:
                 part_of(item.kept).copy_(part)
             else:
@@ -219,7 +236,6 @@ class UnitGradients:
                 item.unreduced.give_gradient(part_of(seen.grad))
                 seen.grad = None
                 moved = True
-        self._pending = False
         return moved
 
     def settle(self) -> None:
@@ -288,11 +304,17 @@ class UnitGradients:
         item, seen = self.parameters[number], self.seen(number)
         if not seen.requires_grad:
             return
+        earlier, own = seen.grad, spec_of(seen)
+        if isinstance(earlier, DTensor) and earlier.placements != own.placements:
+            raise InputError(
+                f"the gradient of the parameter {item.path!r} has the placements {earlier.placements}, but the "
+                f"parameter {own.placements}: reduce gradients that are held back before other backward passes"
+            )
         if tensor_hooks(seen):
             reduced = self._distributed(part, item.layout, item.shape)
             part = part_of(after_tensor_hooks(item.path, seen, reduced))
         if seen.grad is None:
-            seen.grad = as_distributed(part, spec_of(seen))
+            seen.grad = as_distributed(part, own)
         else:
             part_of(seen.grad).add_(part)
         # Autograd does not know this parameter, so its hooks are called here.
@@ -301,6 +323,14 @@ class UnitGradients:
 
     def _distributed(self, part: Tensor, layout: Layout, shape: Shape) -> DTensor:
         return from_local(part, layout, shape, self._mesh, self._shape)
+
+
+def replaced_since(path: str) -> str:
+    """The message where gradients of a forward pass belong to a parameter that a call since has not read."""
+    return (
+        f"the parameter {path!r} was replaced after this forward pass, and the module has run with another one: call "
+        "backward() before the module runs with other parameters"
+    )
 
 
 def without_keeping(method: Callable[..., None], *given: object) -> Callable[[Tensor], None]:

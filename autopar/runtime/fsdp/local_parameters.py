@@ -35,10 +35,10 @@ from autopar._torch import (
     tensor_hooks,
 )
 from autopar.runtime.fsdp import _torch as fsdp
-from autopar.runtime.fsdp.gradients import after_tensor_hooks
+from autopar.runtime.fsdp.gradients import after_tensor_hooks, replaced_since
 from autopar.runtime.parameters import places_of
 from passes._torch import version_of
-from passes.ir.errors import InputError
+from passes.ir.errors import InputError, UnsupportedError
 
 # The parts of the model as generated code sees them: leaves are attributes of theirs.
 View = object
@@ -223,6 +223,8 @@ class _Edges:
         self, trained: Sequence[_Leaf], linked: Sequence[_Leaf], in_units: Sequence[tuple[str, nn.Parameter]]
     ) -> None:
         self.trained, self.linked = trained, linked
+        # The leaves as this forward pass reads them.
+        self._tensors = [leaf.tensor for leaf in trained]
         self._parameters = [*(leaf.parameter for leaf in linked), *(parameter for _, parameter in in_units)]
         self._asked = [_Asked(fsdp.NO_BACKWARD, {})]
         self.hub: Tensor | None = None
@@ -243,7 +245,14 @@ class _Edges:
         """Whether these are the edges for `trained`, `linked` and `in_units`."""
         parameters = [*(leaf.parameter for leaf in linked), *(parameter for _, parameter in in_units)]
         same = trained == self.trained and linked == self.linked and len(parameters) == len(self._parameters)
-        return same and all(map(is_, parameters, self._parameters))
+        tensors = (leaf.tensor for leaf in trained)
+        return same and all(map(is_, parameters, self._parameters)) and all(map(is_, tensors, self._tensors))
+
+    def check_current(self) -> None:
+        """Raise UnsupportedError where a call of the module since has read another parameter."""
+        for leaf, tensor in zip(self.trained, self._tensors, strict=True):
+            if leaf.tensor is not tensor:
+                raise UnsupportedError(replaced_since(leaf.path))
 
     def give(self, found: Mapping[int, Tensor]) -> None:
         """Let the node give gradients to parameters, by their numbers in `linked`, in the backward pass that runs."""
@@ -338,6 +347,7 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         parameters, edges, output = ctx.link  # type: ignore[attr-defined]
+        edges.check_current()
         if gradient is not None and not parameters.begin_backward(edges.trained):
             edges.give(_asked_for(edges, output, gradient))
         for leaf in edges.linked:

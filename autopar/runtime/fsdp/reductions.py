@@ -14,6 +14,7 @@ backward pass, so little is gained by an early start: gradients of several units
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -199,9 +200,10 @@ class BackwardPasses:
     def watch(self, root: FSDPModule | None, outputs: object) -> None:
         """Watch for backward passes from `outputs`, tensors returned by `root`, which contains all FSDP units."""
         self._root = root
+        begin = partial(self._begin, self._gradients.current)
         for leaf in outputs if isinstance(outputs, tuple) else (outputs,):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._begin)  # type: ignore[no-untyped-call]
+                leaf.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def recover(self, root: FSDPModule | None, units: Sequence[nn.Module]) -> None:
         """Reset the units if the last backward pass ended with an exception. Its gradients are lost."""
@@ -221,9 +223,11 @@ class BackwardPasses:
                 stacklevel=2,
             )
 
-    def _begin(self, _: Tensor) -> None:
-        """Hook at an output: a backward pass begins, before it computes any gradient of a parameter."""
+    def _begin(self, read: Sequence[nn.Parameter], _: Tensor) -> None:
+        """Hook at an output: a backward pass begins, before it computes any gradient of a parameter. `read` are the
+        parameters that users saw in the forward pass."""
         number = fsdp.current_backward()
+        self._gradients.check_current(read)
         if number == self._current:
             return
         if self._current is not None:
