@@ -1,7 +1,8 @@
 """Planned peaks of memory against what torch's MemTracker finds, on models from tiny to 8B.
 
 Each plan is generated, and its module runs as one rank of a "fake" process group on tensors without values.
-`--write` puts the table into docs/cost-model.md.
+`--write` puts the table into docs/cost-model.md. `--long` takes long sequences on up to 512 ranks instead, which are
+minutes each: a ring has a step for each rank.
 """
 
 import argparse
@@ -70,6 +71,9 @@ MODELS = {
     "llama 8B, long": Model(
         transformers.LlamaForCausalLM, _llama(4096, 14336, 32, 32, 128256, tied=False), _text(1, 131072)
     ),
+    "llama 8B, longer": Model(
+        transformers.LlamaForCausalLM, _llama(4096, 14336, 32, 32, 128256, tied=False), _text(1, 1048576)
+    ),
     "gpt2 124M": Model(transformers.GPT2LMHeadModel, transformers.GPT2Config, _text(8, 512)),
     "mixtral, tiny": Model(
         transformers.MixtralForCausalLM,
@@ -106,6 +110,12 @@ CASES = (
     Case("llama 8B, long", (8,), {**MIXED, "constraints": RING}),
 )
 
+LONG_CASES = tuple(
+    Case(model, (ranks,), {**MIXED, "constraints": RING})
+    for model in ("llama 8B, long", "llama 8B, longer")
+    for ranks in (8, 64, 512)
+)
+
 
 def row(case: Case) -> str:
     """Plan and run a case: a line of the table."""
@@ -139,15 +149,17 @@ def _size(count: int) -> str:
 def main() -> None:
     """Measure all cases and print them as a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/cost-model.md")
-    write = parser.parse_args().write
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--write", action="store_true", help="put the table into docs/cost-model.md")
+    kinds.add_argument("--long", action="store_true", help="measure long sequences on many ranks")
+    given = parser.parse_args()
     logging.getLogger("autopar").setLevel(logging.ERROR)
     lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
     print("\n".join(lines), flush=True)
-    for case in CASES:
+    for case in LONG_CASES if given.long else CASES:
         lines.append(row(case))
         print(lines[-1], flush=True)
-    if write:
+    if given.write:
         before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
         _, _, after = rest.partition(END)
         table = "\n".join([BEGIN, *lines, END])

@@ -73,7 +73,7 @@ def shares(rule: Rule | None, choices: Sequence[Choice], sizes: Sequence[int]) -
 
 
 def more_work(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> MoreWork:
-    """What the local form of an op computes besides a rank's part of the op."""
+    """The work of the local form of an op besides a rank's part of the op."""
     runs = form_that_runs(choice.form for choice in choices)
     more = LOCAL_FORMS[runs].more if runs else None
     return more(rule, _ways_by_factor(choices, sizes)) if more else MoreWork()

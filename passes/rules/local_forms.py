@@ -138,7 +138,7 @@ Shifts = tuple[tuple[float, float], ...]
 
 
 class MoreWork(NamedTuple):
-    """What a form computes besides a rank's part of the op: multiplications of both passes, relative to those of that
+    """The work of a form besides a rank's part of the op: multiplications of both passes, relative to those of that
     part, and kernels."""
 
     forward: float = 0.0
@@ -425,9 +425,10 @@ _CARRY_KERNELS, _BETWEEN_KERNELS = (6, 21), (2, 5)
 
 
 def _carrying(rule: Rule, ways: Mapping[str, int]) -> MoreWork:
-    """What chunks do to a state: two products each with a matrix as wide as a state and the identity together, backward
-    those again, but of the last one, and five more. And the states between ranks: a product each, backward again with
-    two more. Relative to the products of the op: three with a state of each chunk, and one of its places."""
+    """The work of what chunks do to a state: two products each with a matrix as wide as a state and the identity
+    together, backward those again, but of the last one, and five more. And the states between ranks: a product each,
+    backward again with two more. Relative to the products of the op: three with a state of each chunk, one of its
+    places."""
     sizes = {name: factor.size // ways.get(name, 1) for name, factor in rule.factors.items()}
     width, out, places, chunks = (sizes.get(name, 1) for name in ("width", "out", "places", "chunks"))
     ranks, wide = ways["chunks"], (width + out) / out

@@ -373,7 +373,7 @@ def _exceptions_while_holding(stored: Mapping[str, str]) -> tuple[dict[str, floa
     # Sums outlive an exception in a forward pass.
     with hold():
         both.backward(0)
-        _fails(40, lambda: both.dist_model(**both.data[1]))
+        _fails(50, lambda: both.dist_model(**both.data[1]))
         both.check("after an exception in forward")
         both.backward(2)
     both.backward(3)
