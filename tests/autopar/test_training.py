@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar.runtime import DistributedModule
 from autopar.runtime.fsdp.units import ParameterGroup
+from autopar.runtime.ranks import values
 from autopar.testing import run_ranks
 from tests.autopar.stored import Spy, storage
 from tests.models import Stack
@@ -155,6 +156,9 @@ def _after_exceptions(options: Mapping[str, Any], places: int) -> dict[str, floa
         loss: torch.Tensor = dist_model(**data[0])["loss"]
         return loss
 
+    # The first two calls compare values, and run more ops than others.
+    for _ in range(2):
+        output()
     for where, place in itertools.product(("forward", "backward"), range(places)):
         output().backward()
         count = _counted(output if where == "forward" else output().backward)
@@ -190,6 +194,7 @@ def test_after_an_exception_in_any_op(cases: list[dict[str, Any]], places: int) 
         assert max(found.values()) <= 1e-12, (case, found)
 
 
+@mock.patch.object(values, "EVERY", 1 << 30)
 def _all_after_exceptions(cases: list[dict[str, Any]], places: int) -> list[dict[str, float]]:
     return [_after_exceptions(case, places) for case in cases]
 
@@ -373,7 +378,7 @@ def _exceptions_while_holding(stored: Mapping[str, str]) -> tuple[dict[str, floa
     # Sums outlive an exception in a forward pass.
     with hold():
         both.backward(0)
-        _fails(50, lambda: both.dist_model(**both.data[1]))
+        _fails(40, lambda: both.dist_model(**both.data[1]))
         both.check("after an exception in forward")
         both.backward(2)
     both.backward(3)

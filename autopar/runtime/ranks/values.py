@@ -89,7 +89,7 @@ class ValueComparison:
         self._coordinates = list(mesh.coordinates())
         self._what = what
         self._advice = advice
-        self._pending: Callable[[], None] | None = None
+        self._pending: Callable[[], object] | None = None
         self._kinds: set[Hashable] = set()
 
     def compare(self, number: int, kind: Hashable, taken: Callable[[], Sequence[Leaf]]) -> None:
@@ -105,13 +105,17 @@ class ValueComparison:
         if self._agreement.alone or not (new or number <= 2 or number % EVERY == 0):
             return
         leaves = taken()
-        checksums: Checksums | Exception
         try:
             checksums = Checksums([leaf.part for leaf in leaves])
-        except Exception as error:
-            # It may be out of memory. It raises when the other ranks know, which wait for as many numbers.
-            checksums = error
-        read = partial(self._read, number, leaves, checksums)
+        except BaseException:
+            # It may be out of memory. The other ranks wait for as many numbers, now or in the next call.
+            missing = partial(self._agreement.numbers, [0] * (1 + len(leaves)))
+            if new:
+                missing()
+            else:
+                self._pending = missing
+            raise
+        read = partial(self._read, number, leaves, checksums, new)
         if new:
             read()
             # Where values differ, the next call of the kind is compared again.
@@ -119,11 +123,11 @@ class ValueComparison:
         else:
             self._pending = read
 
-    def _read(self, call: int, leaves: Sequence[Leaf], checksums: Checksums | Exception) -> None:
-        if isinstance(checksums, Exception):
-            self._agreement.numbers([0] * (1 + len(leaves)))
-            raise checksums
+    def _read(self, call: int, leaves: Sequence[Leaf], checksums: Checksums, now: bool) -> None:
         found = self._agreement.numbers([1, *checksums.read()])
+        if not now and not all(taken for taken, *_ in found):
+            # That call has failed.
+            return
         for rank, (taken, *_) in enumerate(found):
             if not taken:
                 raise RankFailedError(
