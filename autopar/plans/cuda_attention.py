@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from passes._torch import EFFICIENT_ATTENTION, FLASH_ATTENTION
-from passes.rules.local_forms import Kernel, attention_kernel
+from passes.rules.attention_forms import Kernel, attention_kernel
 
 
 class CudaAttention(TorchFunctionMode):

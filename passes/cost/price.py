@@ -28,23 +28,17 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Role, Rule, Rules
 from passes.rules import find_rule
-from passes.rules.cheap import is_cheap, second_products
-from passes.rules.local_forms import (
-    LOCAL_FORMS,
-    FormContext,
+from passes.rules.attention_forms import (
     Kernel,
-    LocalForm,
-    MoreWork,
-    Split,
-    Workspace,
     attention_kernel,
     attention_workspace,
     block_attention,
-    form_that_runs,
-    linear_loss,
     runs_in_blocks,
     runs_in_chunks,
 )
+from passes.rules.cheap import is_cheap, second_products
+from passes.rules.form_context import FormContext, MoreWork, Split, Workspace
+from passes.rules.local_forms import LOCAL_FORMS, LocalForm, form_that_runs, linear_loss
 from passes.rules.strategies import Choice, OpContext, op_context, replicated
 
 _PLAIN = LocalForm()

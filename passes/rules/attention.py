@@ -11,7 +11,7 @@ from passes.ir.bands import Band, band_of
 from passes.ir.figures import least
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Dims, Factor, Method, Part, Role, Rule, Saved
-from passes.rules.local_forms import runs_in_blocks, runs_in_chunks
+from passes.rules.attention_forms import runs_in_blocks, runs_in_chunks
 from passes.rules.parts import factors, one, rule_for
 
 _WHOLE = dict.fromkeys(("keys", "width", "mask_keys"), Role.WHOLE)

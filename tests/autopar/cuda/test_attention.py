@@ -22,7 +22,7 @@ from autopar.runtime.generated.attention_kernels import (
 )
 from autopar.runtime.generated.digits import places
 from passes.rules import local_forms
-from passes.rules.local_forms import attention_kernel, attention_workspace
+from passes.rules.attention_forms import attention_kernel, attention_workspace
 from tests.autopar.runtime.generated.splits import SPLITS, ranks
 
 BATCH, LENGTH = 2, 96

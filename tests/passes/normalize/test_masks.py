@@ -10,7 +10,7 @@ from torch import Tensor
 
 from passes.ir.program import Program
 from passes.ops import ATTENTION
-from passes.rules.local_forms import runs_in_blocks
+from passes.rules.attention_forms import runs_in_blocks
 from tests.models import llama, mistral, tokens
 from tests.passes.helpers import Apply, normalized
 from tests.passes.normalize.running import run

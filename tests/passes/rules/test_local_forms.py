@@ -12,7 +12,8 @@ from passes.ir.program import Op
 from passes.ir.redistribution import RedistributionStep
 from passes.ir.rule import Factor
 from passes.ops import ATTENTION
-from passes.rules.local_forms import LOCAL_FORMS, FormContext, FormStep, LocalForm, Split, form_that_runs
+from passes.rules.form_context import FormContext, FormStep, Split
+from passes.rules.local_forms import LOCAL_FORMS, LocalForm, form_that_runs
 from tests.passes.rules.one_op import one_op
 from tests.passes.rules.samples import Sample
 
