@@ -34,10 +34,9 @@ from passes._torch import (
     schema_of,
 )
 from passes.capture.source import (
-    HookError,
     Line,
     Loops,
-    UnrolledError,
+    UntraceableError,
     construct,
     line_of_node,
     line_of_traceback,
@@ -76,14 +75,6 @@ class _NeedsValues(Exception):  # noqa: N818 (it says what is needed; nobody see
         self.symbols = symbols
         self.line = line
         self.kind = kind
-
-
-class _Refused(Exception):  # noqa: N818 (nobody sees it)
-    """The module does at `line` what cannot be kept."""
-
-    def __init__(self, reason: str, line: Line | None) -> None:
-        super().__init__(reason)
-        self.line = line
 
 
 def refusal(module: nn.Module, line: Line | None, reason: str) -> CaptureError:
@@ -198,8 +189,8 @@ def _exported(
                 program = _export(module, example, varying, strict)
                 _settle(program.graph_module)
                 return program
-        except (CaptureError, _NeedsValues, _Refused, UnrolledError, HookError) as error:
-            if first is None and isinstance(error, (_Refused, UnrolledError, HookError)):
+        except (CaptureError, _NeedsValues, UntraceableError) as error:
+            if first is None and isinstance(error, UntraceableError):
                 raise refusal(module, error.line, str(error)) from None
             if first is None:
                 raise
@@ -392,7 +383,9 @@ def _lay_out(strided: torch.fx.Node) -> None:
     given = [*offset, strided.kwargs.get("storage_offset")][0]
     start = (value.storage_offset() if given is None else given) - value.storage_offset()
     if not ordered.is_contiguous() or start < 0:
-        raise _Refused("it takes elements by their places in memory out of a tensor with gaps", line_of_node(strided))
+        raise UntraceableError(
+            "it takes elements by their places in memory out of a tensor with gaps", line_of_node(strided)
+        )
     with strided.graph.inserting_before(strided):
         previous = source
         for target, arguments in (

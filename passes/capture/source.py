@@ -132,27 +132,24 @@ def _deciding(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 _ALLOWED, _TOKENS = 256, 32
 
 
-class HookError(Exception):
-    """A hook on gradients is registered at `line` of a forward method."""
+class UntraceableError(Exception):
+    """The module does something at `line` that a trace cannot keep; the message has the reason."""
 
-    def __init__(self, line: Line | None) -> None:
-        super().__init__(
-            "it registers a hook on the gradient of a tensor, which would be lost: write a torch.autograd.Function "
-            "whose backward does what the hook does"
-        )
+    def __init__(self, reason: str, line: Line | None) -> None:
+        super().__init__(reason)
         self.line = line
 
 
-class UnrolledError(Exception):
+class UnrolledError(UntraceableError):
     """A loop at `line` is unrolled, `times` so far."""
 
     def __init__(self, line: Line, times: int) -> None:
         super().__init__(
             f"this line has run {times} times in one call, so a loop over the samples or the sequence is unrolled, and "
             "the program grows with their number: use a version of the model that computes all steps by one operator "
-            "or in blocks, or pass shorter inputs"
+            "or in blocks, or pass shorter inputs",
+            line,
         )
-        self.line = line
 
 
 @dataclass

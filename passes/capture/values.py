@@ -41,7 +41,7 @@ from passes._torch import (
     without_function_modes,
     without_modes,
 )
-from passes.capture.source import TORCH, HookError, Line, Loops, line_of_frame, replaced, syntax_tree
+from passes.capture.source import TORCH, Line, Loops, UntraceableError, line_of_frame, replaced, syntax_tree
 
 _Range = tuple[int, int, int, int]
 
@@ -372,7 +372,8 @@ _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad
 
 class Rewording(TorchFunctionMode):
     """While entered, what a trace does not follow is said in words that it does: `x.data` is `x.detach()`, and
-    `torch.tensor` is given the numbers in tensors. Hooks on gradients cannot be: they raise HookError."""
+    `torch.tensor` is given the numbers in tensors. Hooks on gradients cannot be: they raise
+    UntraceableError."""
 
     def __torch_function__(
         self, function: object, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
@@ -381,7 +382,11 @@ class Rewording(TorchFunctionMode):
         if function == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return cast(Tensor, args[0]).detach()
         if function in _HOOKS and isinstance(args[0], Tensor) and args[0].requires_grad:
-            raise HookError(line_of_frame(_calling_frame()))
+            raise UntraceableError(
+                "it registers a hook on the gradient of a tensor, which would be lost: write a torch.autograd.Function "
+                "whose backward does what the hook does",
+                line_of_frame(_calling_frame()),
+            )
         options = dict(kwargs or {})
         if function == torch.tensor and args and isinstance(args[0], (list, tuple)):
             leaves, tree = pytree.tree_flatten(args[0])
