@@ -125,10 +125,10 @@ def add_carry_gradients(operands: Sequence[Tensor], of_carry: Tensor, found: Seq
         now = states.pop()
         new = _new(now, values[:, :, chunk], reads[:, :, chunk])
         of_new = key[:, :, chunk] @ of_now
-        of_key[:, :, chunk] += new @ of_now.mT
-        of_values[:, :, chunk] += of_new[..., width:]
-        of_reads[:, :, chunk] -= of_new @ now.mT
-        of_decay[:, :, chunk] += (of_now * now).sum((-2, -1))
+        of_key[:, :, chunk].add_(new @ of_now.mT)
+        of_values[:, :, chunk].add_(of_new[..., width:])
+        of_reads[:, :, chunk].sub_(of_new @ now.mT)
+        of_decay[:, :, chunk].add_((of_now * now).sum((-2, -1)))
         of_now = of_now * decay[:, :, chunk, None, None] - reads[:, :, chunk].mT @ of_new
 
 
@@ -143,7 +143,7 @@ def _unchanged(key: Tensor, values: Tensor) -> Tensor:
 def _new(now: Tensor, values: Tensor, reads: Tensor) -> Tensor:
     """The new values of a chunk as a function of the state before all chunks."""
     new = (reads @ now).neg_()
-    new[..., -values.shape[-1] :] += values
+    new[..., -values.shape[-1] :].add_(values)
     return new
 
 

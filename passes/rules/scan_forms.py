@@ -31,7 +31,7 @@ def scan_workspace(context: FormContext) -> Workspace:
 
 
 # Kernels of `passes.scans.carry` and its gradients for each chunk, and of the states between ranks for each rank.
-_CARRY_KERNELS, _BETWEEN_KERNELS = (6, 21), (2, 5)
+_CARRY_KERNELS, _BETWEEN_KERNELS = (6, 21), (2, 6)
 
 
 def scan_work(rule: Rule, ways: Mapping[str, int]) -> MoreWork:

@@ -1,11 +1,16 @@
-"""The scan of split chunks: what its price says of its products."""
+"""The scan of split chunks: its price counts the products and the kernels that run."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.runtime.generated.scan import gradients_between, states_between
+from passes._torch import TorchDispatchMode
 from passes.cost.price import shares
+from passes.ir.rule import Rule
+from passes.rules.scan_forms import scan_work
 from passes.rules.strategies import named_choices
 from passes.scans import add_carry_gradients, carry
 from tests.passes.helpers import mesh_of
@@ -46,3 +51,54 @@ def test_products_are_counted(ranks: tuple[int, ...], methods: str) -> None:
     whole = one.rule.multiplications
     assert forward.get_total_flops() == pytest.approx(whole * more[0])
     assert backward.get_total_flops() == pytest.approx(whole * sum(one.rule.backward) * more[1])
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts the ops that run, besides views and new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        returns = func._schema.returns
+        is_view = any(item.alias_info is not None and not item.alias_info.is_write for item in returns)
+        self.count += not is_view and func._opname not in ("empty_like", "new_zeros", "_unsafe_view")
+        return func(*args, **(kwargs or {}))  # type: ignore[arg-type]
+
+
+def _counts(chunks: int, ranks: int) -> tuple[int, int]:
+    """Kernels of the forward and of the backward pass, besides the op on a rank's part."""
+    _, key, values, reads, _, decay = _operands(chunks, OUT)
+    given = [key, values, reads, decay]
+    found = [torch.zeros_like(each) for each in given]
+    with torch.no_grad():
+        with _Kernels() as forward:
+            function = carry(key, values, reads, decay)
+        every = function.unsqueeze(2).repeat(1, 1, ranks, 1, 1)
+        with forward:
+            last = states_between(every, None)[-1]
+        with _Kernels() as backward:
+            gradients_between(every, None, last, ranks - 1, last)
+            add_carry_gradients(given, function, found)
+    return forward.count, backward.count
+
+
+def test_kernels_are_counted() -> None:
+    """Each further chunk of a rank, and each further rank, launches as many as the price says."""
+    one = one_op(Sample("autopar.delta_scan.default", (*_operands(CHUNKS, OUT), None), {}))
+    assert one.rule is not None
+    for first, second in (((4, 2), (8, 2)), ((4, 2), (4, 6))):
+        runs = [_counts(*each) for each in (first, second)]
+        said = [scan_work(_with_chunks(one.rule, *each), {"chunks": each[1]}) for each in (first, second)]
+        for number, name in enumerate(("forward_kernels", "backward_kernels")):
+            grown = getattr(said[1], name) - getattr(said[0], name)
+            assert runs[1][number] - runs[0][number] == grown
+
+
+def _with_chunks(rule: Rule, chunks: int, ranks: int) -> Rule:
+    """The rule of so many chunks on each of so many ranks."""
+    own = replace(rule.factors["chunks"], size=chunks * ranks)
+    return replace(rule, factors={**rule.factors, "chunks": own})
