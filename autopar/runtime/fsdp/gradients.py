@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import as_distributed, local_tensor, post_accumulate_hooks, spec_of, tensor_hooks
+from autopar._torch import DTensorSpec, as_distributed, local_tensor, post_accumulate_hooks, spec_of, tensor_hooks
 from autopar.runtime.fsdp._torch import GatheredParameter
 from autopar.runtime.fsdp.turns import Transfer, Turn, transfer_batch
 from autopar.runtime.state import from_local, mesh_of, placements
@@ -115,7 +115,7 @@ class UnitGradients:
         # The numbers of parameters that share memory with those of units, and of those with a copy in another layout.
         self._shared: list[int] = []
         self._turned: list[int] = []
-        # Whether `.grad` of some parameter may be a gradient that is not reduced, also of one that was replaced since.
+        # Whether gradients were ever held back: parameters that were replaced since may still have them in `.grad`.
         self._pending = False
         # Reduced gradients that wait for an all-to-all with others, with the numbers of their parameters.
         self._turning: Batching[tuple[int, Tensor]] = Batching()
@@ -304,12 +304,8 @@ class UnitGradients:
         item, seen = self.parameters[number], self.seen(number)
         if not seen.requires_grad:
             return
-        earlier, own = seen.grad, spec_of(seen)
-        if isinstance(earlier, DTensor) and earlier.placements != own.placements:
-            raise InputError(
-                f"the gradient of the parameter {item.path!r} has the placements {earlier.placements}, but the "
-                f"parameter {own.placements}: reduce gradients that are held back before other backward passes"
-            )
+        own = spec_of(seen)
+        refuse_held_back(item.path, seen.grad, own)
         if tensor_hooks(seen):
             reduced = self._distributed(part, item.layout, item.shape)
             part = part_of(after_tensor_hooks(item.path, seen, reduced))
@@ -323,6 +319,15 @@ class UnitGradients:
 
     def _distributed(self, part: Tensor, layout: Layout, shape: Shape) -> DTensor:
         return from_local(part, layout, shape, self._mesh, self._shape)
+
+
+def refuse_held_back(path: str, gradient: Tensor | None, own: DTensorSpec) -> None:
+    """Raise InputError where the `gradient` of the parameter called `path` has other placements than its `own`."""
+    if isinstance(gradient, DTensor) and gradient.placements != own.placements:
+        raise InputError(
+            f"the gradient of the parameter {path!r} has the placements {gradient.placements}, but the parameter "
+            f"{own.placements}: reduce gradients that are held back before other backward passes"
+        )
 
 
 def replaced_since(path: str) -> str:

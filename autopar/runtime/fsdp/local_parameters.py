@@ -35,7 +35,7 @@ from autopar._torch import (
     tensor_hooks,
 )
 from autopar.runtime.fsdp import _torch as fsdp
-from autopar.runtime.fsdp.gradients import after_tensor_hooks, replaced_since
+from autopar.runtime.fsdp.gradients import after_tensor_hooks, refuse_held_back, replaced_since
 from autopar.runtime.parameters import places_of
 from passes._torch import version_of
 from passes.ir.errors import InputError, UnsupportedError
@@ -95,11 +95,7 @@ class _Leaf:
         if version_of(parameter) != self.version:
             self.take_version()
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != self.spec.placements:
-            raise InputError(
-                f"the gradient of the parameter {self.path!r} has the placements {gradient.placements}, but the "
-                f"parameter {self.spec.placements}: reduce gradients that are held back before other backward passes"
-            )
+        refuse_held_back(self.path, gradient, self.spec)
         tensor.grad = None if gradient is None else local_tensor(gradient)
         if self.handles:
             self.remove_hooks()

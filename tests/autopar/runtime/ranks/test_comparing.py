@@ -323,8 +323,8 @@ def _without_checksums(failing: int, ranks: set[int]) -> list[str]:
 
 
 def test_ranks_that_cannot_take_checksums() -> None:
-    """Where the first call reads checksums at once, one rank raises its own error and all others the same one; where
-    the third reads those of the second, it does not if that failed. The next calls run."""
+    """One rank fails in the first call, which reads checksums at once: it raises its own error, all others the same
+    one. All fail in the second, whose checksums the third would read: the third runs. So do all later calls."""
     own = "OutOfMemoryError: no memory is left"
     said = "RankFailedError: call 1 of Stack: rank 1 of the mesh raised where values of call 1 of this module are"
     first, second, *others = run_ranks(_without_checksums, 4, 0, {1})
