@@ -354,7 +354,7 @@ MASKED: Mapping[str, tuple[Callable[..., nn.Module], Callable[[int], dict[str, T
 def test_no_mask_is_made(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program has no tensor of queries by keys, whose memory would show: it grows with the sequence."""
     build, inputs, _ = MASKED[name]
-    for name in ("autopar.runtime.generated.blocks.TILE", "passes.rules.local_forms.TILE"):
+    for name in ("autopar.runtime.generated.blocks.TILE", "passes.rules.attention_forms.TILE"):
         monkeypatch.setattr(name, 256)
 
     def peak(length: int) -> float:
