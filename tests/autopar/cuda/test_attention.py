@@ -21,15 +21,16 @@ from autopar.runtime.generated.attention_kernels import (
     kernel_of,
 )
 from autopar.runtime.generated.digits import places
-from passes.rules.attention_forms import Kernel, attention_kernel, attention_workspace
+from passes.rules import attention_forms
+from passes.rules.attention_forms import attention_kernel, attention_workspace
 from tests.autopar.runtime.generated.splits import SPLITS, ranks
 
 BATCH, LENGTH = 2, 96
 # What torch calls the kernels of `attention_kernel`. There is cuDNN's besides.
 KERNELS = {
-    Kernel.MATH: SDPBackend.MATH,
-    Kernel.FLASH: SDPBackend.FLASH_ATTENTION,
-    Kernel.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    attention_forms.Kernel.MATH: SDPBackend.MATH,
+    attention_forms.Kernel.FLASH: SDPBackend.FLASH_ATTENTION,
+    attention_forms.Kernel.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -177,7 +178,7 @@ def _operands(
     return (query, key, value), mask
 
 
-def _planned(given: Three, masked: bool, dropout: float) -> Kernel:
+def _planned(given: Three, masked: bool, dropout: float) -> attention_forms.Kernel:
     shapes = tuple(tuple(each.shape) for each in given)
     return attention_kernel("cuda", given[0].dtype, shapes, masked=masked, dropout=dropout > 0)
 
