@@ -116,7 +116,6 @@ class Forward:
                 frame.later[statement.result] = statement
             elif isinstance(statement, Redistribution) and statement.unit_steps:
                 frame.weights.add(statement.result)
-                frame.assign(statement.result, frame.gathered[statement.source])
                 self.change(statement, frame.gathered[statement.source], partial(frame.assign, statement.result))
             elif isinstance(statement, Redistribution):
                 if statement.parameter:
@@ -157,7 +156,7 @@ class Forward:
             frame.assign(name, results.pop(0))
 
     def change(self, statement: Redistribution, value: Value, hold: Callable[[Value], object]) -> Value:
-        """The result of a redistribution in the generated code; `hold` is called with the result of each step."""
+        """The result of a redistribution in the generated code; `hold` is called with the result of each line."""
         name = f"{'gather' if statement.parameter else 'redistribution'} of {statement.source}"
         texts = [
             self.prober.change(step, dtypes)
@@ -165,6 +164,8 @@ class Forward:
         ]
         if not texts and not statement.unit_steps:
             texts = [f"x0.to({statement.dtypes[0]})"]
+        if not texts:
+            hold(value)
         for text in texts:
             (result,) = self.run(name, text, [value], 1, COMMUNICATION)
             if result.storage is not value.storage:

@@ -455,11 +455,10 @@ class FSDPSimulation:
             del cast
 
     def _copy_out(self, run: _Run, *, forward: bool) -> None:
-        """Copy what was received into the parameters. In the forward pass it stays until the next unit is there."""
+        """Copy what was received into the parameters. In the forward pass it stays until the next unit is there, whose
+        copy-out a local variable of torch's still refers to it."""
         if not run.waiting:
             return
-        if forward:
-            self._received = None
         held: list[Storage] = []
         for member in run.members:
             size = member.count * run.dtype.itemsize
