@@ -1,8 +1,9 @@
 """The simulated backward pass, in autograd's order: nodes that were created later run first."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from passes.cost.liveness.fsdp_units import FSDPSimulation
 from passes.cost.liveness.graph import (
     GRADIENTS,
     TRANSIENT,
@@ -25,10 +26,10 @@ from passes.cost.liveness.graph import (
 )
 
 
-def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Callable[[], None]) -> Mapping[str, int]:
-    """Run the backward pass from `roots`, whose gradients are new tensors of the same form, and then `end`. Returns the
-    bytes by kind that are live before that: those that wait for gradients of weights which are computed apart among
-    them."""
+def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, fsdp: FSDPSimulation) -> Mapping[str, int]:
+    """Run the backward pass from `roots`, whose gradients are new tensors of the same form, and end it for the units of
+    `fsdp`. Returns the bytes by kind that are live before that: those that wait for gradients of weights which are
+    computed apart among them."""
     waiting: list[Storage] = []
     nodes = _reached(roots)
     for node in nodes:
@@ -66,10 +67,11 @@ def run_backward(roots: Sequence[Value], ledger: Ledger, prober: Prober, end: Ca
                     _accumulate(edge[0], ledger)
     live = ledger.by_kind()
     waiting.clear()
-    end()
+    fsdp.end_backward()
     for skip in skips:
         # What their gradients are reduced in goes with that of the copies that are run.
         skip.bulk.clear()
+    fsdp.end_reductions()
     return live
 
 

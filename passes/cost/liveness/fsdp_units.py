@@ -48,14 +48,15 @@ class _State(Enum):
 
 @dataclass(eq=False)
 class _Member:
-    """A parameter of a unit: the gathered parameter, whose storage is empty while it is sharded, and the leaf of the
-    stored one.
+    """A parameter of a unit by its `name`: the gathered parameter, whose storage is empty while it is sharded, and the
+    leaf of the stored one.
 
     `moved` says that it is split in another dim than the first. `turned` are the axes of the all-to-alls that make it
     from the stored one, if their layouts differ. `sum` is the gradient of earlier micro-batches that is still to be
     reduced, if its dtype differs from that of autograd's accumulation.
     """
 
+    name: str
     whole: Value
     stored: Leaf | None
     moved: bool
@@ -77,6 +78,15 @@ class _Reduced:
     storage: Storage
     sent: int
     bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """The gradients of a unit that wait to share an all-reduce. Those of a copy that is counted and not run are
+    `skipped` bytes, which the copies that are run hold elsewhere."""
+
+    found: list[tuple[_Member, Storage]]
+    skipped: int = 0
 
 
 @dataclass(eq=False)
@@ -156,11 +166,14 @@ class FSDPSimulation:
         self._exchanged: list[tuple[tuple[tuple[int, ...], torch.dtype], int]] = []
         self._turning: Batching[_Reduced] = Batching()
         # Gradients of units that gather nothing: those that wait to share an all-reduce, and those in one.
-        self._reducing: Batching[list[tuple[_Member, Storage]]] = Batching(REDUCTION_BYTES)
+        self._reducing: Batching[_Ready] = Batching(REDUCTION_BYTES)
         self._begun: list[tuple[_Member, Storage]] = []
         # Bytes of all gradients that are turned, and that are reduced in place, over the same axes in the same dtype.
         self._turned_bytes: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
         self._reduced_bytes: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
+        # Parameters that had gradients in this backward pass, and by each those of the same place in all copies.
+        self._with_gradient: set[str] = set()
+        self._alike = {name: names for loop in stage.loops for names in loop.owned.values() for name in names}
         for number, unit in enumerate(stage.units.units):
             names = [name for name in unit.parameters if name in stage.units.gathered]
             add = partial(self._gathered, stage, mesh) if unit.gathers else partial(self._replicated, number)
@@ -193,14 +206,14 @@ class FSDPSimulation:
         form = Form.contiguous(shape, unit.dtypes[0] or stored.form.dtype)
         leaf = _leaf(stored)
         whole = Value(Storage(self._ledger, 0, GATHERED), form, Leaf(form) if leaf is not None else None)
-        return _Member(whole, leaf, unit.parameters[name] != 0, axes)
+        return _Member(name, whole, leaf, unit.parameters[name] != 0, axes)
 
     def _replicated(self, number: int, unit: FSDPUnit, name: str, type: TensorType, stored: Value) -> _Member:
         """A parameter that is read as it is stored."""
         leaf, form = _leaf(stored), stored.form
         self._reduced_bytes[unit.replicated, form.dtype] += form.bytes if leaf is not None else 0
         read = None if leaf is None else Leaf(form, accumulated=partial(self._accumulated, number))
-        return _Member(Value(stored.storage, form, read), leaf, moved=False)
+        return _Member(name, Value(stored.storage, form, read), leaf, moved=False)
 
     def _exchange(self) -> None:
         """Make the copies in other layouts: a buffer is sent and one is received; with a second axis the output of the
@@ -386,23 +399,38 @@ class FSDPSimulation:
         """Begin to reduce the gradients that are computed."""
         self._ledger.moment = f"reduction of gradients of {run.name}"
         found = [(member, gradient) for member in run.members if (gradient := _take(member)) is not None]
-        if not self._joins or not found:
+        self._with_gradient.update(member.name for member, _ in found)
+        if not self._joins:
             self._begun += found
             return
-        size, key = sum(gradient.bytes for _, gradient in found), (run.plan.replicated, run.dtype)
-        batch = self._reducing.add(key, size, found)
-        if not batch and self._reduced_bytes[key] >= REDUCTION_BYTES:
+        skipped = 0 if found else self._skipped_bytes(run)
+        size, key = skipped + sum(gradient.bytes for _, gradient in found), (run.plan.replicated, run.dtype)
+        batch = self._reducing.add(key, size, _Ready(found, skipped)) if size else []
+        if found and not batch and self._reduced_bytes[key] >= REDUCTION_BYTES:
             # Any unit may fill a batch, as in `_await_turn`.
             joined = Storage(self._ledger, REDUCTION_BYTES, GRADIENTS)
             del joined
         self._join(batch)
 
-    def _join(self, batch: Sequence[Sequence[tuple[_Member, Storage]]]) -> None:
+    def _skipped_bytes(self, run: _Run) -> int:
+        """Bytes of the gradients of a unit of a copy that is counted and not run: those parameters have one that have
+        one in other copies."""
+        if not self._with_gradient.isdisjoint(member.name for member in run.members):
+            return 0
+        return sum(
+            member.whole.form.bytes
+            for member in run.members
+            if member.stored is not None and not self._with_gradient.isdisjoint(self._alike.get(member.name, ()))
+        )
+
+    def _join(self, batch: Sequence[_Ready]) -> None:
         """Begin to reduce the gradients of a batch of units, in one tensor if they are several."""
-        found = [pair for own in batch for pair in own]
+        found = [pair for own in batch for pair in own.found]
         if len(found) > 1:
+            beside = Storage(self._ledger, sum(own.skipped for own in batch), GRADIENTS)
             joined = Storage(self._ledger, sum(gradient.bytes for _, gradient in found), GRADIENTS)
             found = [(member, joined) for member, _ in found]
+            del beside
         self._begun += found
 
     def _receive(self, runs: Sequence[_Run]) -> None:
@@ -416,11 +444,12 @@ class FSDPSimulation:
             if member.stored is not None and member.stored.gradient is None:
                 member.stored.gradient = reduced
         self._begun = []
+        self._with_gradient.clear()
         for run in runs:
             run.await_gradients()
 
     def end_backward(self) -> None:
-        """End the backward pass: reduce and redistribute the remaining gradients."""
+        """End the backward pass of the units that gather, and release what their gradients were reduced in."""
         for run in self._runs.values():
             if run.plan.gathers:
                 if run.state is not _State.AFTER_BACKWARD:
@@ -430,6 +459,9 @@ class FSDPSimulation:
                 run.waiting = False
         self._before = ()
         self._sent = None
+
+    def end_reductions(self) -> None:
+        """Redistribute and reduce the remaining gradients."""
         for batch in self._turning.rest():
             self._ledger.moment = "all-to-all of gradients"
             self._turn(batch)

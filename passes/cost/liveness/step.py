@@ -151,7 +151,7 @@ class StepSimulation:
         if self.training:
             roots = _roots(outputs, sent)
             del sent
-            waiting = run_backward(roots, self.ledger, self.prober, self.fsdp.end_backward)
+            waiting = run_backward(roots, self.ledger, self.prober, self.fsdp)
             self._end_part(self.saved, 0 if first else self.left)
             if first and self.batches.defers:
                 self.left = max(0, sum(waiting[kind] for kind in _PASSING) - idle)
