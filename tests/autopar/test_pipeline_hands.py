@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,7 @@ from transformers import AutoModelForCausalLM
 import autopar
 from autopar._torch import group_timeout
 from autopar.runtime.fsdp.manager import FSDPManager
+from autopar.runtime.pipeline import running, schedule
 from autopar.testing import LiftFloat32, RankError, run_ranks
 from tests.models import gpt2, llama, tokens
 
@@ -232,9 +234,9 @@ def _training(module: autopar.DistributedModule, model: nn.Module) -> dict[str, 
         found = autopar.clip_grad_norm_(module, largest, order)
         expected = torch.nn.utils.clip_grad_norm_(model.parameters(), largest, order)
         norms.append(abs(float(found / expected) - 1))
-        for (item, optimizer), schedule in zip(pairs, schedules, strict=True):
+        for (item, optimizer), decay in zip(pairs, schedules, strict=True):
             optimizer.step()
-            schedule.step()
+            decay.step()
             optimizer.zero_grad()
             assert all(parameter.grad is None for parameter in item.parameters())
     results: dict[str, object] = {"norms": norms, "values": value_error(module, model)}
@@ -711,6 +713,62 @@ def test_an_exception_in_a_stage_is_raised_on_all_ranks_at_once() -> None:
         assert found["all"] == ("ValueError", "no luck")
         assert found["plain"][0] == ("ValueError" if rank == 1 else "RankFailedError")
         assert max(found[f"{name}, next"] for name in ("first", "middle", "last", "all", "plain")) < 1e-9, found
+
+
+def _without_memory(module: ModuleType, name: str, rank: int, at: int) -> Any:
+    """A context in which an allocation of a module fails once on `rank`: that by its function `name` for the `at`-th
+    time."""
+    make, count = getattr(module, name), iter(range(1000))
+
+    def failing(*given: Any) -> object:
+        if dist.get_rank() == rank and next(count) == at:
+            raise torch.OutOfMemoryError("out of memory")
+        return make(*given)
+
+    return mock.patch.object(module, name, failing)
+
+
+# (module, function, allocation) on the middle one of three ranks, in a step: buffers for messages, and outputs.
+_ALLOCATIONS = (
+    *((schedule, "empty_like", at) for at in (0, 1, 4, 17)),
+    (running, "empty_like", 0),
+)
+
+
+def _lacking(schedule_name: str) -> dict[str, Any]:
+    """The errors of all ranks where memory runs out between stages, and the gradients of the next step."""
+    model = llama(num_hidden_layers=6).double()
+    pipeline = autopar.Pipeline(schedule=schedule_name)
+    module = in_stages(model, 3, micro_batches=6, inputs=tokens(6), pipeline=pipeline)
+    model(**tokens(6)).loss.backward()
+    found: dict[str, Any] = {}
+    for number, (place, name, at) in enumerate(_ALLOCATIONS):
+        with _without_memory(place, name, 1, at):
+            found[f"{number}"] = ended(lambda: module.forward_backward(**tokens(6)))
+        assert all(item.grad is None for item in module.parameters())
+        module.forward_backward(**tokens(6))
+        found[f"{number}, next"] = gradient_error(module, model)
+        module.zero_grad()
+    with torch.no_grad(), _without_memory(running, "empty_like", 1, 0):
+        found["plain"] = ended(lambda: module(**tokens(6)))
+    with torch.no_grad():
+        found["plain, next"] = relative(module(**tokens(6)).logits, model(**tokens(6)).logits)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "interleaved_1f1b", "zb_h1"))]
+)
+def test_memory_that_runs_out_between_stages_is_raised_on_all_ranks(name: str) -> None:
+    """It is that for a message, whose sender waits, or for an output: all ranks raise, and the next step is right."""
+    every = run_ranks(_lacking, 3, name)
+    said = "rank 1 of the mesh raised in its pipeline stages: OutOfMemoryError: out of memory"
+    for rank, found in enumerate(every):
+        for where in (*map(str, range(len(_ALLOCATIONS))), "plain"):
+            assert max(found.pop(f"{where}, next"), 0.0) < 1e-9
+            kind, text = found.pop(where)
+            assert (kind, text) == ("OutOfMemoryError", "out of memory") if rank == 1 else said in text
+        assert not found
 
 
 def _lost(number: int, folder: Path) -> None:

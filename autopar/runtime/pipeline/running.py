@@ -1,7 +1,8 @@
 """Calls of a module that runs in pipeline stages: training steps by a schedule, inference stage by stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,7 +48,14 @@ class PipelineRunner:
             if number not in runs:
                 continue
             if number and ranks.places[number - 1] != ranks.rank:
-                handed = [empty_like(item.shape, item.dtype, self._device) for item in stage.received]
+                try:
+                    handed = self._buffers(stage)
+                except RuntimeError as raised:
+                    # Memory ran out. The message comes all the same.
+                    error = error or raised
+                    found.clear()
+                    handed.clear()
+                    handed = self._buffers(stage)
                 ranks.receive(handed, number - 1)
             try:
                 results = runs[number]([*handed, *(inputs[at] for at in stage.reads)]) if error is None else ()
@@ -58,12 +66,32 @@ class PipelineRunner:
                 found[number] = list(results[stage.sent :])
             elif number + 1 < len(ranks.places):
                 # The other stages run on, and know afterwards.
-                later = serving.program.stages[number + 1].received
-                handed = [empty_like(item.shape, item.dtype, self._device).zero_() for item in later]
+                handed = [item.zero_() for item in self._buffers(serving.program.stages[number + 1])]
             if number + 1 < len(ranks.places) and ranks.places[number + 1] != ranks.rank:
                 ranks.send(handed, number + 1)
+        leaves = self._settled(serving.program, error, lambda: found)
+        return self._spread(serving.program, leaves)
+
+    def _buffers(self, stage: GeneratedStage) -> list[Tensor]:
+        """Memory for the tensors that a stage receives."""
+        return [empty_like(item.shape, item.dtype, self._device) for item in stage.received]
+
+    def _settled(
+        self,
+        program: GeneratedProgram,
+        error: Exception | None,
+        outputs: Callable[[], Mapping[int, Sequence[object]]],
+    ) -> list[object]:
+        """The leaves of the output in order as this rank has them, from those of its stages in `outputs`, and memory
+        for those that other ranks send it; None for others. Raises as `_settle` does, for what that raises as well."""
+        leaves: list[object] = []
+        if error is None:
+            try:
+                leaves = self._leaves(program, outputs())
+            except Exception as raised:
+                error = raised
         self._settle(error)
-        return self._spread(serving.program, found)
+        return leaves
 
     def _settle(self, error: Exception | None) -> None:
         """Raise the exception of a stage's code on this rank, or RankFailedError for that of another one. Collective
@@ -95,51 +123,69 @@ class PipelineRunner:
             )
         try:
             with self.shared.summed():
-                leaves, error = self._scheduled[serving].step(batches, stages)
-                self._settle(error)
+                of_stages, error = self._scheduled[serving].step(batches, stages)
+                leaves = self._settled(program, error, partial(_joined, program, of_stages, batching))
         except BaseException:
             # It may have sent what nobody received, and gradients of zeros that stood for activations.
             del self._scheduled[serving]
             self.shared.drop_gradients()
             raise
-        numbers = {item.name: at for at, item in enumerate(program.outputs)}
-        found = {
-            number: [
-                joined(each, batching.outputs[numbers[item.name]])
-                for each, item in zip(
-                    zip(*of_batches, strict=True), program.stages[number].program.outputs, strict=True
-                )
-            ]
-            for number, of_batches in leaves.items()
-        }
-        return self._spread(program, found)
+        return self._spread(program, leaves)
 
-    def _spread(self, program: GeneratedProgram, found: Mapping[int, Sequence[object]]) -> list[object]:
-        """The leaves of the output in order, from those of this rank's stages; None for those of other ranks'."""
-        places = {
-            item.name: (number, at)
-            for number, stage in enumerate(program.stages)
-            for at, item in enumerate(stage.program.outputs)
-        }
+    def _leaves(self, program: GeneratedProgram, found: Mapping[int, Sequence[object]]) -> list[object]:
+        """The leaves of the output in order, from those of this rank's stages; memory for those that all ranks get from
+        another one, and None for others."""
         leaves: list[object] = []
-        for item in program.outputs:
-            number, at = places[item.name]
+        for item, (number, at) in _places(program):
             leaf = found[number][at] if number in found else None
             if item.layout is None:
                 leaves.append(item.value)
-            elif self._whole or not item.shape:
-                leaves.append(self._broadcast(item, leaf, number))
-            else:
+            elif not self._is_on_all(item):
                 leaves.append(leaf)
+            elif isinstance(leaf, Tensor):
+                leaves.append(leaf.detach().contiguous())
+            else:
+                assert item.dtype is not None
+                shape = local_shape(item.shape, item.layout, mesh_of(self.ranks.inner))
+                leaves.append(empty_like(shape, item.dtype, self._device))
         return leaves
 
-    def _broadcast(self, item: PlannedOutput, leaf: object, stage: int) -> Tensor:
-        """A leaf on all ranks of the pipeline's axis."""
-        assert item.layout is not None
-        assert item.dtype is not None
-        shape = local_shape(item.shape, item.layout, mesh_of(self.ranks.inner))
-        given = leaf.detach().contiguous() if isinstance(leaf, Tensor) else empty_like(shape, item.dtype, self._device)
-        return self.ranks.broadcast(given, stage)
+    def _is_on_all(self, item: PlannedOutput) -> bool:
+        """Whether all ranks of the pipeline's axis have a leaf of the output."""
+        return self._whole or not item.shape
+
+    def _spread(self, program: GeneratedProgram, leaves: Sequence[object]) -> list[object]:
+        """The leaves of the output in order, with those that other ranks send. Collective over the pipeline's axis."""
+        return [
+            self.ranks.broadcast(leaf, number)
+            if item.layout is not None and self._is_on_all(item) and isinstance(leaf, Tensor)
+            else leaf
+            for leaf, (item, (number, _)) in zip(leaves, _places(program), strict=True)
+        ]
+
+
+def _places(program: GeneratedProgram) -> Iterator[tuple[PlannedOutput, tuple[int, int]]]:
+    """The leaves of the output of a program in order, each with its stage and its place among what that returns."""
+    places = {
+        item.name: (number, at)
+        for number, stage in enumerate(program.stages)
+        for at, item in enumerate(stage.program.outputs)
+    }
+    return ((item, places[item.name]) for item in program.outputs)
+
+
+def _joined(
+    program: GeneratedProgram, of_stages: Mapping[int, Sequence[Sequence[object]]], batching: MicroBatching
+) -> dict[int, list[object]]:
+    """The leaves of the outputs of stages for the whole batch, from those of each micro-batch."""
+    numbers = {item.name: at for at, item in enumerate(program.outputs)}
+    return {
+        number: [
+            joined(each, batching.outputs[numbers[item.name]])
+            for each, item in zip(zip(*of_batches, strict=True), program.stages[number].program.outputs, strict=True)
+        ]
+        for number, of_batches in of_stages.items()
+    }
 
 
 def _stage_runs(serving: RunnableProgram, runs: Mapping[int, RunStage], batching: MicroBatching) -> list[StageRun]:

@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.utils import _pytree as pytree
 
 from autopar.runtime.calls.programs import RunnableStage
 from autopar.runtime.generated.bases import GeneratedStage
@@ -26,6 +28,8 @@ from autopar.runtime.pipeline.messages import SentMessages
 from autopar.runtime.pipeline.ranks import PipelineRanks
 from passes.cost.schedules import SCHEDULES, Message, arrivals, schedule_actions
 from passes.ir.configuration import SPLITTING
+
+T = TypeVar("T")
 
 # Runs a stage on the tensors that it receives and on this rank's parts of its inputs, and returns what its code does.
 RunStage = Callable[[Sequence[Tensor]], Sequence[object]]
@@ -66,14 +70,30 @@ class Batches:
     """The micro-batches of one step: the `inputs` of each, the `stages` that run on them by number, and, by stage, the
     leaves that each has returned.
 
-    `error` is the first exception of a stage's own code. The schedule goes on after it with zeros in place of tensors,
-    and without running stages of this rank, so that no other rank waits for messages.
+    `error` is the first exception of a stage's own code, or of a buffer for what a stage receives. The schedule goes on
+    after it with zeros in place of tensors, and without running stages of this rank, so that no other rank waits for
+    messages. `running` are by stage the outputs and inputs of micro-batches whose backward pass is to come, as torch
+    keeps them.
     """
 
     inputs: Sequence[Sequence[Tensor]]
     stages: Mapping[int, StageRun]
     leaves: dict[int, dict[int, list[object]]] = field(default_factory=dict)
     error: Exception | None = None
+    running: list[dict[int, tuple[Any, Any]]] = field(default_factory=list)
+
+    def allocated(self, make: Callable[[], T]) -> T:
+        """The tensors that `make` allocates. Where memory runs out, all that this rank has saved for backward passes is
+        given up, as after an exception of a stage, and `make` is called again: other ranks wait for the messages."""
+        try:
+            return make()
+        except RuntimeError as error:
+            self.error = self.error or error
+        self.leaves.clear()
+        for micro_batches in self.running:
+            for number, (outputs, given) in micro_batches.items():
+                micro_batches[number] = pytree.tree_map_only(Tensor, Tensor.detach, outputs), given
+        return make()
 
 
 _NONE = Batches((), {})
@@ -107,7 +127,7 @@ class _StageModule(nn.Module):
             except Exception as error:
                 batches.error = error
         if results is None:
-            zeros = tuple(torch.zeros_like(item, device=self._device) for item in self._sent)
+            zeros = batches.allocated(lambda: tuple(zeros_like(item, self._device) for item in self._sent))
             for zero, item in zip(zeros, self._sent, strict=True):
                 zero.requires_grad_(item.requires_grad)
             return zeros[0] if stage.loss is not None else zeros
@@ -171,6 +191,7 @@ class _Stage(PipelineStage):
         self.module.batches = batches
         self._left = len(batches.inputs)
         if batches.stages:
+            batches.running.append(self.fwd_cache)
             # Of a step that ended with an exception.
             self.module.stage.runnable.instance.deferred.take()
 
@@ -249,7 +270,7 @@ class _Stage(PipelineStage):
         for message in messages:
             buffer = getattr(message, "buffer", None)
             if buffer is not None:
-                message.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
+                message.buffer = self.module.batches.allocated(partial(empty_like, buffer, device))
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The gradients of a micro-batch, with the arguments of torch's version; after an exception zeros."""
@@ -261,8 +282,11 @@ class _Stage(PipelineStage):
                 # torch raises its own, which lists all tensors, from what was raised.
                 batches.error = error.__cause__ if isinstance(error.__cause__, Exception) else error
         _, given = args
-        zeros = (torch.zeros_like(item) if item.requires_grad else None for item in given["input_values"])
-        return tuple(zeros), None
+        values = given["input_values"]
+        zeros = batches.allocated(
+            lambda: tuple(zeros_like(item, item.device) if item.requires_grad else None for item in values)
+        )
+        return zeros, None
 
 
 class ScheduledStages:
@@ -329,6 +353,16 @@ def _sent_messages(schedule: str, ranks: PipelineRanks, count: int) -> SentMessa
     places = ranks.places
     actions = schedule_actions(schedule, max(places) + 1, len(places), count)
     return SentMessages(arrivals(actions, places, ranks.rank))
+
+
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor without values on a device, which has a gradient where `tensor` has one."""
+    return torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
+
+
+def zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Zeros on a device."""
+    return torch.zeros_like(tensor, device=device)
 
 
 def _loss(output: Tensor, _: Tensor) -> Tensor:
