@@ -269,6 +269,15 @@ def backward_hooks(module: nn.Module) -> Sequence[Callable[..., object]]:
     return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
 
 
+def state_dict_hooks(module: nn.Module) -> Sequence[Callable[..., object]]:
+    """The hooks that run when the state dict of a module is made or loaded, except the methods by which modules take
+    over checkpoints of earlier versions of their own class."""
+    given = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    before = [hook for hook in given if getattr(hook, "__self__", None) is not module]
+    after = [*module._state_dict_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    return [*before, *module._state_dict_pre_hooks.values(), *after]
+
+
 def pickled_state(module: nn.Module, parts: Mapping[str, nn.Module], more: Mapping[str, Tensor]) -> dict[str, Any]:
     """The attributes of a module with other parts and `more` parameters, without its hooks for loading old checkpoints.
 

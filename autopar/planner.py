@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.discover import rules_for
-from autopar.models.hooks import warn_of_forward_hooks
+from autopar.models.hooks import warn_of_hooks
 from autopar.models.info import CapturedModel, ModelInfo, traced, traced_evaluation, traced_sizes
 from autopar.plans.expressions import expressions
 from autopar.plans.probing import FakeProber
@@ -100,7 +100,7 @@ def captured_model(
 
     Raises CaptureError.
     """
-    warn_of_forward_hooks(model)
+    warn_of_hooks(model)
     program = traced(model, info, request, request.objective, clock)
     evaluation = traced_evaluation(model, info, request, program, clock) if both_modes else None
     sizes = traced_sizes(model, info, request, program, clock) if request.symbolic else None

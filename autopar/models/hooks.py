@@ -1,8 +1,10 @@
 """Hooks of a stock model: a distributed module has what they compute in the forward pass, and calls none of them."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
-from autopar._torch import backward_hooks, call_hooks, has_hooks
+from autopar._torch import backward_hooks, call_hooks, has_hooks, state_dict_hooks
 from passes.ir.errors import UnsupportedError
 from passes.ir.log import logger
 
@@ -24,15 +26,35 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
             )
 
 
-def warn_of_forward_hooks(model: nn.Module) -> None:
-    """Warn of hooks that calls of `model` and its parts run: they are traced with it."""
-    for path, part in model.named_modules():
-        if call_hooks(part, backward=False):
-            logger.warning(
-                "%s has a forward hook: it is traced with the model, so that what it computes is part of the plan, and "
-                "is not called any more",
-                _called(model, path),
-            )
+# Parts that a warning names.
+_NAMED = 3
+
+
+def warn_of_hooks(model: nn.Module) -> None:
+    """Warn of hooks that calls of `model` and its parts run, which are traced with it, and of hooks on state dicts."""
+    called = [_called(model, path) for path, part in model.named_modules() if call_hooks(part, backward=False)]
+    if called:
+        logger.warning(
+            "%s forward hooks: they are traced with the model, so that what they compute is part of the plan, and are "
+            "not called any more",
+            _have(called),
+        )
+    asked = [_called(model, path) for path, part in model.named_modules() if state_dict_hooks(part)]
+    if asked:
+        logger.warning(
+            "%s hooks on the state dict, which the distributed module does not call: its state dict has the parameters "
+            "and buffers as they are; apply what the hooks do to it before it is saved, or before it is loaded",
+            _have(asked),
+        )
+
+
+def _have(parts: Sequence[str]) -> str:
+    """The subject of a sentence, and its verb."""
+    if len(parts) == 1:
+        return f"{parts[0]} has"
+    more = len(parts) - _NAMED
+    named = [*parts[:_NAMED], *([f"{more} more"] if more > 0 else ())]
+    return f"{', '.join(named[:-1])} and {named[-1]} have"
 
 
 def _called(model: nn.Module, path: str) -> str:

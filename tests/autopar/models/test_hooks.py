@@ -74,11 +74,46 @@ def test_forward_hooks_are_traced(caplog: pytest.LogCaptureFixture) -> None:
         autopar.plan(model, MESH, data, cluster="ideal")
     comparison = compare(model, MESH, data, cluster="ideal")
     assert comparison.worst[1] <= 1e-12, str(comparison)
-    said = [record.getMessage() for record in caplog.records]
-    assert [text.split(":")[0] for text in said] == [
-        "Stack has a forward hook",
-        "the part 'blocks.0.up' has a forward hook",
-    ]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("Stack and the part 'blocks.0.up' have forward hooks: they are traced with the model")
+
+
+# A hook of a state dict that is not called, by how it is registered.
+_STATE: dict[str, Callable[[nn.Module], object]] = {
+    "saved": lambda part: part.register_state_dict_post_hook(_ignore),
+    "to be saved": lambda part: part.register_state_dict_pre_hook(_ignore),
+    "loaded": lambda part: part.register_load_state_dict_post_hook(_ignore),
+    "to be loaded": lambda part: part.register_load_state_dict_pre_hook(_ignore),
+}
+
+
+@pytest.mark.parametrize("name", _STATE)
+def test_hooks_on_state_dicts_are_told_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning names the parts; methods by which a class reads its own older checkpoints are none."""
+    model = Stack()
+    for part in model.modules():
+        _STATE[name](part)
+    with caplog.at_level(logging.WARNING, "autopar"):
+        autopar.plan(model, MESH, _batch(), cluster="ideal")
+    (said,) = [record.getMessage() for record in caplog.records]
+    more = sum(1 for _ in model.modules()) - 3
+    named = f"Stack, the part 'blocks', the part 'blocks.0' and {more} more"
+    assert said.startswith(f"{named} have hooks on the state dict")
+
+
+class _OfOlder(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.renamed)
+
+    def renamed(self, *_: object) -> None:
+        """Rename what earlier versions have saved."""
+
+
+def test_a_class_that_reads_older_checkpoints_is_told_nothing_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "autopar"):
+        autopar.plan(_OfOlder(), MESH, _batch(), cluster="ideal")
+    assert not caplog.records
 
 
 def _hooked(_: nn.Module, __: object, output: torch.Tensor) -> None:
