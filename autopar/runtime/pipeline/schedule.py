@@ -19,13 +19,13 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.utils import _pytree as pytree
 
 from autopar.runtime.calls.programs import RunnableStage
 from autopar.runtime.generated.bases import GeneratedStage
 from autopar.runtime.generated.deferred import WeightGradient
 from autopar.runtime.pipeline.messages import SentMessages
 from autopar.runtime.pipeline.ranks import PipelineRanks
+from passes._torch import pytree
 from passes.cost.schedules import SCHEDULES, Message, arrivals, schedule_actions
 from passes.ir.configuration import SPLITTING
 
