@@ -103,7 +103,15 @@ class _Chunk(NamedTuple):
 
     queries: slice
     keys: slice
-    places: tuple[int, ...]
+    places: Sequence[int]
+
+    def at(self, device: torch.device) -> Tensor:
+        """The places on a device, which makes them itself where they are at equal distances: to copy them would wait
+        for it."""
+        where = self.places
+        if isinstance(where, range):
+            return torch.arange(where.start, where.stop, where.step, device=device)
+        return torch.tensor(where, device=device)
 
 
 @lru_cache(maxsize=128)
@@ -116,8 +124,15 @@ def _chunks(count: int, size: int, digits: Digits, band: Band, most: int) -> tup
         there = tuple(map(int, own[queries]))
         first = 0 if band.before is None else max(0, there[0] - band.before)
         last = size if band.after is None else min(size, there[-1] + band.after + 1)
-        found.append(_Chunk(queries, slice(first, last), () if band.is_full else there))
+        found.append(_Chunk(queries, slice(first, last), () if band.is_full else _as_range(there)))
     return tuple(found)
+
+
+def _as_range(places: tuple[int, ...]) -> Sequence[int]:
+    """Ascending places as a range, where they are at equal distances."""
+    step = places[1] - places[0] if len(places) > 1 else 1
+    found = range(places[0], places[-1] + 1, step)
+    return found if tuple(found) == places else places
 
 
 def _length(part: slice) -> int:
@@ -181,7 +196,7 @@ def _hidden(given: _Given, form: _Form, chunk: _Chunk) -> Tensor | None:
     if chunk.places:
         device = given.query.device
         keys = torch.arange(chunk.keys.start, chunk.keys.stop, device=device)
-        own = torch.tensor(chunk.places, device=device)[:, None]
+        own = chunk.at(device)[:, None]
         band = form.band
         hidden += [] if band.before is None else [keys < own - band.before]
         hidden += [] if band.after is None else [keys > own + band.after]
