@@ -82,11 +82,11 @@ def padded(each: Tensor, width: int) -> Tensor:
 
 class Merged:
     """The results of blocks, merged: of several results of a row their sum, weighted by the exponentials of their
-    log-sum-exps."""
+    log-sum-exps. Where something `hides` keys, a block may have rows without any."""
 
-    def __init__(self, query: Tensor) -> None:
+    def __init__(self, query: Tensor, *, hides: bool) -> None:
         self.result = self.statistics = query[..., :0]
-        self.query = query
+        self.query, self.hides = query, hides
 
     def add(self, block: Block, found: Tensor, own: Tensor, *, last: bool) -> None:
         """Add the result and the log-sum-exps of a block; of all blocks together in half precision where it is the
@@ -102,8 +102,8 @@ class Merged:
         found, own = back(found, block), back(own, block)
         after = torch.logaddexp(before, own)
         # Rows without keys so far are zeros.
-        shift = after.masked_fill(after == float("-inf"), 0.0)
-        result.mul_((before - shift).exp_().unsqueeze(-1)).add_(found * (own - shift).exp_().unsqueeze(-1))
+        shift = after.masked_fill(after == float("-inf"), 0.0) if self.hides else after
+        result.mul_((before - shift).exp_().unsqueeze(-1)).addcmul_(found, (own - shift).exp_().unsqueeze(-1))
         before.copy_(after)
 
     def finished(self) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ class _BlockAttention(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         """The result, in the dtype of the query; `given` are query, key and value, masks, the blocks, and the scale."""
         whole, masks, blocks, scale = given[:3], Masks(*given[3:6]), given[6], given[7]
-        merged = Merged(whole[0])
+        merged = Merged(whole[0], hides=masks.hides)
         for block in blocks:
             merged.add(block, *block_result(block, whole, masks, scale), last=len(blocks) == 1)
         result, statistics = merged.finished()

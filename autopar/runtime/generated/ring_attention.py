@@ -154,7 +154,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         """The result, in the dtype of the query; `given` are query, key and value, masks, route, and scale."""
         (query, key, value), masks, (route, scale) = given[:3], Masks(*given[3:6]), given[6:]
-        ring, merged, held = _Ring(query, key, masks, route), Merged(query), _packed(key, value)
+        ring, merged, held = _Ring(query, key, masks, route), Merged(query, hides=masks.hides), _packed(key, value)
         seen = visible(ring.parts)
         for blocks, own, shift in ring.around(seen):
             coming = ring.start(held, shift) if shift else None
