@@ -4,18 +4,17 @@ A rank runs a part of the op: local forms, a kernel of attention. Its workspace 
 the gradients of both: from the allocations of torch's backward formulas, and from what local forms say themselves. A
 test compares all of it with them."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from math import prod
-from operator import mul
 from typing import NamedTuple
 
 import torch
 
 from passes.cost.cluster import Cluster
 from passes.cost.compute import Work, compute_seconds
+from passes.cost.forms import forms_of
 from passes.cost.fusion import Fused
 from passes.cost.hardware import ALIGNMENT
 from passes.cost.linear_loss import linear_loss_seconds
@@ -26,7 +25,7 @@ from passes.ir.layout import Layout, R, Shape, local_shape
 from passes.ir.linear_loss import LinearLoss
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
-from passes.ir.rule import Role, Rule, Rules
+from passes.ir.rule import Rule, Rules
 from passes.rules import find_rule
 from passes.rules.attention_forms import (
     Kernel,
@@ -37,7 +36,7 @@ from passes.rules.attention_forms import (
     runs_in_chunks,
 )
 from passes.rules.cheap import is_cheap, second_products
-from passes.rules.form_context import FormContext, MoreWork, Split, Workspace
+from passes.rules.form_context import MoreWork, Split, Traffic, Workspace
 from passes.rules.local_forms import LOCAL_FORMS, LocalForm, form_that_runs, linear_loss
 from passes.rules.strategies import Choice, OpContext, op_context, replicated
 
@@ -79,51 +78,6 @@ def _ways_by_factor(choices: Sequence[Choice], sizes: Sequence[int]) -> dict[str
     for choice, size in zip(choices, sizes, strict=True):
         found.update((factor, found.get(factor, 1) * size) for factor in choice.factors)
     return found
-
-
-def form_contexts(
-    context: OpContext, choices: Sequence[Choice], strategy: Strategy, mesh: Mesh, device: str
-) -> Iterator[tuple[LocalForm, FormContext]]:
-    """The local forms that run, and their contexts: one for each axis that splits a factor of one, or for adjacent ones
-    that split it one after the other. Axes of a form that another includes have none: it sends nothing there."""
-    rule = context.rule
-    if rule is None or not any(choice.form for choice in choices):
-        return
-    shapes = tuple(
-        local_shape(type.shape, layout, mesh) for type, layout in zip(context.operands, strategy.operands, strict=True)
-    )
-    reduced = prod(factor.size for factor in rule.factors.values() if factor.role is Role.INSIDE)
-    splits = [(choice, size) for choice, size in zip(choices, mesh.sizes, strict=True) if choice.form]
-    inside = prod(size for choice, size in splits if rule.factors[choice.factors[0]].role is Role.INSIDE)
-    rows = prod(shapes[0]) * inside // reduced
-    digits: dict[tuple[str, tuple[str, ...]], list[tuple[int, int]]] = {}
-    runs = form_that_runs(choice.form for choice in choices)
-    for axis, choice in enumerate(choices):
-        if choice.form and choice.form == runs:
-            digits.setdefault((choice.form, choice.factors), []).append((axis, choice.major))
-    for (form, factors), own in digits.items():
-        dtype, reach = context.operands[0].dtype, rule.factors[factors[0]].reach
-        earlier, later = prod(mesh.sizes[axis] for axis, _ in own), 1
-        spans = mesh.joined(own)
-        gathered = accumulate((mesh.ways(span) for span, _ in spans), mul, initial=1)
-        in_order = all(major == before for (_, major), before in zip(spans, gathered, strict=False))
-        in_stripes = _in_stripes(rule, factors[0], choices, mesh)
-        for span, _ in reversed(spans):
-            ways, dim = mesh.ways(span), strategy.operands[0][mesh.spans[span][0]].dim
-            earlier //= ways
-            about = FormContext(
-                context.op, span, ways, shapes, dtype, rows, dim, later, earlier, reach, in_order, in_stripes, device
-            )
-            yield LOCAL_FORMS[form], about
-            later *= ways
-
-
-def _in_stripes(rule: Rule, factor: str, choices: Sequence[Choice], mesh: Mesh) -> bool:
-    """Whether every rank has every n-th entry of a factor: the digits of axes reach without a gap to its last."""
-    splits = [
-        (choice.major, size) for choice, size in zip(choices, mesh.sizes, strict=True) if factor in choice.factors
-    ]
-    return min(splits)[0] * prod(size for _, size in splits) == rule.factors[factor].size
 
 
 # Passes over scores without a fused kernel: the first product writes them, the softmax reads and writes, the second
@@ -230,7 +184,7 @@ def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy,
     loss = local_loss(context, choices, strategy, mesh)
     if loss is not None:
         return loss.workspace()
-    for form, about in form_contexts(context, choices, strategy, mesh, device):
+    for form, about in forms_of(context, choices, strategy, mesh, device):
         return form.workspace(about)
     if context.op.kind not in _KINDS:
         return 0.0, 0.0
@@ -239,8 +193,6 @@ def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy,
     ]
     attention = local_attention(context, choices, strategy, mesh, device)
     if attention is not None:
-        if runs_in_blocks(context.op):
-            return _alone_in_blocks(context, tuple(shapes), device)
         masks = zip(context.operands[3:], shapes[3:], strict=True)
         converted = sum(prod(shape) for type, shape in masks if type.dtype is torch.bool)
         dropout = bool(context.op.arguments["dropout_p"])
@@ -253,15 +205,6 @@ def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy,
     if any(flows and size < result for flows, size in zip(context.flowing_operands, operands, strict=True)):
         backward += REPEATED.get(context.op.kind, 0.0) * result
     return 0.0, backward
-
-
-def _alone_in_blocks(context: OpContext, shapes: tuple[Shape, ...], device: str) -> Workspace:
-    """The workspace of attention that runs in blocks, and of which neither queries nor keys are split."""
-    rule, dtype = context.rule, context.operands[0].dtype
-    queries = None if rule is None else rule.factors.get("queries")
-    reach = (0, 0) if queries is None else queries.reach
-    about = FormContext(context.op, 0, 1, shapes, dtype, prod(shapes[0]), reach=reach, device=device)
-    return LOCAL_FORMS["chunked_attention" if runs_in_chunks(context.op) else "blockwise_attention"].workspace(about)
 
 
 _ATTENTION = ("scaled_dot_product_attention", "chunked_attention")
@@ -279,12 +222,14 @@ class OpSeconds(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """Seconds of the collectives inside a local form, forward and backward, and the part of its computation that they
-    run beside."""
+    """What a local form runs inside: seconds of collectives, forward and backward, and the part of its computation that
+    they run beside; seconds of its traffic, forward and backward."""
 
     forward: float
     backward: float
     overlap: float
+    merging: float
+    merging_back: float
 
 
 class Parts(NamedTuple):
@@ -332,7 +277,7 @@ class OpPrices:
         forward, backward = self.computed[parts]
         part = inside.overlap * self.cluster.device.overlaps
         exposed = max(0.0, inside.forward - part * forward), max(0.0, inside.backward - part * backward)
-        return OpSeconds(forward, backward, *exposed)
+        return OpSeconds(forward + inside.merging, backward + inside.merging_back, *exposed)
 
     def _computing(self, parts: Parts) -> tuple[float, float]:
         """Seconds of the computation of these parts, forward and backward."""
@@ -342,9 +287,12 @@ class OpPrices:
         return compute_seconds(self.work(parts), device)
 
     def _inside(self, choices: Sequence[Choice], strategy: Strategy) -> Inside:
-        """Seconds of the collectives inside local forms."""
+        """What local forms run inside."""
         forward = backward = overlap = 0.0
-        for form, about in form_contexts(self.context, choices, strategy, self.mesh, self.cluster.device.type):
+        traffic = Traffic()
+        for form, about in forms_of(self.context, choices, strategy, self.mesh, self.cluster.device.type):
+            # The outermost axes come last.
+            traffic = form.traffic(about) if form.traffic else traffic
             if form.communicates:
                 itemsize = form.itemsize(about)
                 there, back = form.shifts(about) if form.shifts else ((), ())
@@ -355,7 +303,10 @@ class OpPrices:
                     backward += self.steps.total(form.backward_steps(about), itemsize)
                     backward += sum(count * self.steps.shift_seconds(about.span, size) for count, size in back)
                 overlap = form.overlap(about) if form.overlap else 0.0
-        return Inside(forward, backward, overlap)
+        device, flows = self.cluster.device, self.context.flows
+        merging = traffic.forward / device.stream + traffic.forward_kernels * device.launch
+        merging_back = traffic.backward / device.stream + traffic.backward_kernels * device.launch if flows else 0.0
+        return Inside(forward, backward, overlap, merging, merging_back)
 
     def parts(self, choices: Sequence[Choice], strategy: Strategy) -> Parts:
         """The part of the op on the busiest rank."""

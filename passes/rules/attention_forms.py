@@ -202,7 +202,7 @@ def ring_workspace(context: FormContext) -> Workspace:
     rows, held = prod(query[:3]) * wide, 2 * prod(key[:3]) * wide
     gradients = (rows + held) * itemsize
     hidden = _hidden(context, min(query[2], TILE), min(key[2], TILE), gradients)
-    meanwhile = 3 if prod(_visited(context)) * context.before > 2 else 1
+    meanwhile = 3 if prod(visited(context)) * context.before > 2 else 1
     first = 2 * held * itemsize + (rows + meanwhile * held) * single + max(hidden, _flipped(context) - gradients)
     second = held * itemsize + (rows + 2 * held) * single + hidden
     # In stripes a block has as many keys as queries, which other axes may split further.
@@ -216,14 +216,14 @@ def ring_shifts(context: FormContext) -> tuple[Shifts, Shifts]:
     once more, and with them their gradients in at least single precision, which then return to their ranks."""
     _, key, value = context.operands[:3]
     held = 2 * prod(key[:3]) * max(key[3], value[3])
-    ranks, rounds = _visited(context)
+    ranks, rounds = visited(context)
     around = rounds * (ranks - 1)
     home = 1 if around % context.ways else 0
     forward = around, held * context.dtype.itemsize
     return (forward,), (forward, (around + home, held * single_itemsize(context)))
 
 
-def _visited(context: FormContext) -> tuple[float, float]:
+def visited(context: FormContext) -> tuple[float, float]:
     """The ranks of the axis whose keys come around, and how often they do. In order, keys before the window do not
     travel along the outermost axis."""
     before, after = context.reach
@@ -237,5 +237,5 @@ def _visited(context: FormContext) -> tuple[float, float]:
 
 def all_but_one(context: FormContext) -> float:
     """Of as many blocks as ranks the last one has no shift beside it."""
-    blocks = prod(_visited(context)) * context.before
+    blocks = prod(visited(context)) * context.before
     return (blocks - 1) / blocks

@@ -38,6 +38,8 @@ class FormContext:
     - `reach`: the numbers of elements that the form needs of the ranks before and after.
     - `in_order`: whether the ranks of all these axes hold parts that follow each other.
     - `in_stripes`: whether every rank has every n-th entry of the factor, n being all ranks that split it.
+    - `runs`, `stride`: a rank's entries of the factor are so many runs, in each of which they follow each other at that
+      distance.
     - `device`: the type of the device, "cpu" or "cuda".
     """
 
@@ -53,6 +55,8 @@ class FormContext:
     reach: tuple[int, int] = (0, 0)
     in_order: bool = True
     in_stripes: bool = False
+    runs: int = 1
+    stride: int = 1
     device: str = "cuda"
 
     @property
@@ -74,6 +78,15 @@ Shifts = tuple[tuple[float, float], ...]
 class MoreWork(NamedTuple):
     """The work of a form besides a rank's part of the op: multiplications of both passes, relative to those of that
     part, and kernels."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    forward_kernels: float = 0
+    backward_kernels: float = 0
+
+
+class Traffic(NamedTuple):
+    """What a form runs besides the op: bytes that both passes read and write, and kernels."""
 
     forward: float = 0.0
     backward: float = 0.0

@@ -14,6 +14,7 @@ from passes.ir.linear_loss import AT_ONCE, SPLIT, SPLIT_AT_ONCE, LinearLoss, tok
 from passes.ir.program import Op
 from passes.ir.redistribution import RedistributionStep
 from passes.ir.rule import Factor, Rule
+from passes.rules.attention_blocks import chunks_traffic, gathered_traffic, ring_traffic
 from passes.rules.attention_forms import (
     all_but_one,
     banded_share,
@@ -22,7 +23,17 @@ from passes.rules.attention_forms import (
     ring_shifts,
     ring_workspace,
 )
-from passes.rules.form_context import FormContext, FormStep, MoreWork, Shifts, Split, Steps, Workspace, even_share
+from passes.rules.form_context import (
+    FormContext,
+    FormStep,
+    MoreWork,
+    Shifts,
+    Split,
+    Steps,
+    Traffic,
+    Workspace,
+    even_share,
+)
 from passes.rules.scan_forms import scan_steps, scan_work, scan_workspace
 
 
@@ -118,6 +129,8 @@ class LocalForm:
     - `shifts`: those to the next rank on one axis, forward and backward.
     - `share`: the part of the op's work that the busiest rank has, by the splits of a factor.
     - `more`: what it computes besides a rank's part of the op, by the parts that each factor is split into.
+    - `traffic`: the passes over memory and the kernels that it runs besides; that of the outermost axes that split it
+      speaks for all.
     - `overlap`: the part of its own computation beside which its collectives run.
     - `workspace`: what it saves and its temporaries.
     - `is_wide`: whether statistics of half precision are in single.
@@ -130,6 +143,7 @@ class LocalForm:
     shifts: Callable[[FormContext], tuple[Shifts, Shifts]] | None = None
     share: Callable[[Sequence[Split], Factor], float] = _share
     more: Callable[[Rule, Mapping[str, int]], MoreWork] | None = None
+    traffic: Callable[[FormContext], Traffic] | None = None
     overlap: Callable[[FormContext], float] | None = None
     workspace: Callable[[FormContext], Workspace] = _nothing
     is_wide: bool = False
@@ -182,12 +196,13 @@ LOCAL_FORMS: Mapping[str, LocalForm] = {
     SPLIT: _split_loss(SPLIT),
     AT_ONCE: LocalForm(),
     SPLIT_AT_ONCE: _split_loss(SPLIT_AT_ONCE, includes=[AT_ONCE]),
-    "blockwise_attention": LocalForm(share=banded_share, workspace=blocks_workspace),
-    "chunked_attention": LocalForm(share=banded_share, workspace=chunks_workspace),
+    "blockwise_attention": LocalForm(share=banded_share, traffic=gathered_traffic, workspace=blocks_workspace),
+    "chunked_attention": LocalForm(share=banded_share, traffic=chunks_traffic, workspace=chunks_workspace),
     # Of a ring's queries each rank may have a part.
     "ring_attention": LocalForm(
         shifts=ring_shifts,
         share=banded_share,
+        traffic=ring_traffic,
         overlap=all_but_one,
         workspace=ring_workspace,
         includes=frozenset({"blockwise_attention"}),

@@ -145,7 +145,7 @@ def test_collectives_inside_a_form_are_communication(monkeypatch: pytest.MonkeyP
     assert found.forward == 2 * 8 * 4 * 4 / 2
     form = LOCAL_FORMS["softmax"]
     monkeypatch.setattr(
-        "passes.cost.price.LOCAL_FORMS", {"softmax": replace(form, overlap=lambda about: 1 / about.ways)}
+        "passes.cost.forms.LOCAL_FORMS", {"softmax": replace(form, overlap=lambda about: 1 / about.ways)}
     )
     for overlaps in (True, False):
         cluster = replace(CLUSTER, device=replace(DEVICE, overlaps=overlaps))

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.runtime import Axis
 from autopar.runtime.state import axes_of, spanning
 from passes._torch import TorchDispatchMode
-from passes.cost.price import form_contexts
+from passes.cost.forms import form_contexts
 from passes.ir.arguments import Argument, Ref, find_overload
 from passes.ir.choices import Cover, Edge, EdgeGroup, Node, Problem, Solution, Strategy, StrategyBytes
 from passes.ir.configuration import Configuration
