@@ -222,8 +222,8 @@ class OpSeconds(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """What a local form runs inside: seconds of collectives, forward and backward, and the part of its computation that
-    they run beside; seconds of its traffic, forward and backward."""
+    """Seconds of the collectives inside a local form, forward and backward, and the part of its computation that they
+    run beside; seconds of its traffic, forward and backward."""
 
     forward: float
     backward: float
@@ -287,7 +287,7 @@ class OpPrices:
         return compute_seconds(self.work(parts), device)
 
     def _inside(self, choices: Sequence[Choice], strategy: Strategy) -> Inside:
-        """What local forms run inside."""
+        """Seconds of the collectives inside local forms and of their traffic."""
         forward = backward = overlap = 0.0
         traffic = Traffic()
         for form, about in forms_of(self.context, choices, strategy, self.mesh, self.cluster.device.type):

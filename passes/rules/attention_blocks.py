@@ -1,5 +1,5 @@
-"""What attention in blocks, in chunks and in a ring runs besides the kernels of attention: the passes over memory that
-merge the results and the gradients of blocks, and the kernels of all blocks but one.
+"""Kernels and bytes of attention in blocks, in chunks and in a ring besides its first kernel: the passes over memory
+that merge results and gradients of blocks, and the kernels of all blocks but one.
 
 The runtime computes blocks whose queries attend to all of their keys, or form a triangle with them
 (`autopar/runtime/generated/blocks.py`), and adds up results and gradients in at least single precision
@@ -111,13 +111,13 @@ def _tiled(context: FormContext, blocks: Blocks, scores: float) -> Blocks:
 
 
 def gathered_traffic(context: FormContext) -> Traffic:
-    """What merges the blocks of queries of which all keys are there."""
+    """The traffic of merging the blocks of queries of which all keys are there."""
     return _merging(context, gathered_blocks(context), 1)
 
 
 def ring_traffic(context: FormContext) -> Traffic:
-    """What merges the blocks of a ring. Keys and values are packed; the gradients of each rank's begin with zeros, and
-    are added to those that arrive with them."""
+    """The traffic of merging the blocks of a ring. Keys and values are packed; the gradients of each rank's begin with
+    zeros, and are added to those that arrive with them."""
     ranks = prod(visited(context)) * context.before
     found, held = _merging(context, ring_blocks(context), ranks), _elements(context)[1]
     packed, arrived = 2 * held * context.dtype.itemsize, 3 * (ranks - 1) * held * single_itemsize(context)
@@ -137,7 +137,7 @@ def _elements(context: FormContext) -> tuple[float, float]:
 
 
 def _merging(context: FormContext, blocks: Blocks, times: float) -> Traffic:
-    """What merges `blocks`; of the gradients of keys and values there are new ones so many `times`."""
+    """The traffic of merging `blocks`; of the gradients of keys and values there are new ones so many `times`."""
     itemsize, (own, keys) = context.dtype.itemsize, _elements(context)
     if blocks.number == 1:
         # Nothing is merged; gradients are added to zeros.

@@ -86,7 +86,7 @@ class MoreWork(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a form runs besides the op: bytes that both passes read and write, and kernels."""
+    """Bytes that both passes of a form read and write besides those of the op, and its kernels."""
 
     forward: float = 0.0
     backward: float = 0.0

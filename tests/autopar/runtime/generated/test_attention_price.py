@@ -1,4 +1,4 @@
-"""What attention in blocks runs besides the kernels of attention, as prices count it: kernels, and bytes that they read
+"""Prices of attention in blocks count the kernels that run besides those of attention, and the bytes that these read
 and write."""
 
 from collections.abc import Mapping
