@@ -6,7 +6,7 @@ from math import prod
 from operator import mul
 
 from passes.ir.choices import Strategy
-from passes.ir.layout import local_shape
+from passes.ir.layout import Shape, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.rule import Role, Rule
 from passes.rules.attention_forms import runs_in_blocks, runs_in_chunks
@@ -23,9 +23,7 @@ def form_contexts(
     rule = context.rule
     if rule is None or not any(choice.form for choice in choices):
         return
-    shapes = tuple(
-        local_shape(type.shape, layout, mesh) for type, layout in zip(context.operands, strategy.operands, strict=True)
-    )
+    shapes = _local_shapes(context, strategy, mesh)
     reduced = prod(factor.size for factor in rule.factors.values() if factor.role is Role.INSIDE)
     splits = [(choice, size) for choice, size in zip(choices, mesh.sizes, strict=True) if choice.form]
     inside = prod(size for choice, size in splits if rule.factors[choice.factors[0]].role is Role.INSIDE)
@@ -59,10 +57,7 @@ def forms_of(
     found = list(form_contexts(context, choices, strategy, mesh, device))
     yield from found
     if not found and context.rule is not None and runs_in_blocks(context.op):
-        shapes = tuple(
-            local_shape(type.shape, layout, mesh)
-            for type, layout in zip(context.operands, strategy.operands, strict=True)
-        )
+        shapes = _local_shapes(context, strategy, mesh)
         queries = context.rule.factors.get("queries")
         reach = (0, 0) if queries is None else queries.reach
         name = "chunked_attention" if runs_in_chunks(context.op) else "blockwise_attention"
@@ -71,6 +66,11 @@ def forms_of(
             LOCAL_FORMS[name],
             FormContext(context.op, 0, 1, shapes, dtype, prod(shapes[0]), reach=reach, device=device),
         )
+
+
+def _local_shapes(context: OpContext, strategy: Strategy, mesh: Mesh) -> tuple[Shape, ...]:
+    operands = zip(context.operands, strategy.operands, strict=True)
+    return tuple(local_shape(type.shape, layout, mesh) for type, layout in operands)
 
 
 def _places(rule: Rule, factor: str, choices: Sequence[Choice], mesh: Mesh) -> tuple[bool, int, int]:

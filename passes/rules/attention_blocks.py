@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from passes.ir.bands import CHUNK, TILE, kernel_width
 from passes.ir.figures import largest, least
-from passes.rules.attention_forms import visited
+from passes.rules.attention_forms import has_documents, visited
 from passes.rules.form_context import FormContext, Traffic, single_itemsize
 
 # Kernels of attention for a block.
@@ -81,28 +81,26 @@ def ring_blocks(context: FormContext) -> Blocks:
     split further, there are as many more in stripes, and in order one of the rank's own keys before."""
     queries, keys = context.operands[0][2], context.operands[1][2]
     ranks = prod(visited(context)) * context.before
+    scores = ranks * queries * keys
+    if not any(context.reach):
+        return _tiled(context, Blocks(ranks, ranks, ranks), scores)
     if _has_window(context):
-        return _tiled(context, Blocks(2 * ranks, 2 * ranks, 2 * ranks, is_whole=False), ranks * queries * keys)
+        return _tiled(context, Blocks(2 * ranks, 2 * ranks, 2 * ranks, is_whole=False), scores)
     if context.in_stripes:
-        each = keys / queries
-        half = 2 if any(context.reach) else 1
-        return _tiled(context, Blocks(ranks * each, ranks * each, ranks), ranks * queries * keys / half)
-    more = 1 if queries < keys and any(context.reach) else 0
+        each = ranks * keys / queries
+        return _tiled(context, Blocks(each, each, ranks), scores / 2)
+    more = 1 if queries < keys else 0
     blocks = Blocks(ranks * context.runs + more, ranks + more, ranks, is_whole=context.runs == 1)
-    return _tiled(context, blocks, ranks * queries * keys)
+    return _tiled(context, blocks, scores)
 
 
 def _has_window(context: FormContext) -> bool:
     return context.op.arguments.get("window") is not None
 
 
-def _has_documents(context: FormContext) -> bool:
-    return context.op.arguments.get("query_documents") is not None
-
-
 def _tiled(context: FormContext, blocks: Blocks, scores: float) -> Blocks:
     """`blocks`, which have so many `scores`, or tiles of them where documents hide keys."""
-    if not _has_documents(context):
+    if not has_documents(context):
         return blocks
     queries, keys = context.operands[0][2], context.operands[1][2]
     tall, wide = least((TILE, queries)), least((TILE, keys))
@@ -163,10 +161,10 @@ def chunks_traffic(context: FormContext) -> Traffic:
     """The kernels of attention in chunks; what passes over their scores take is in its work."""
     given, operands = context.op.arguments, len(context.operands)
     others = [_CAP] * (given["soft_cap"] is not None) + [_BIAS] * (given["bias"] is not None)
-    others += [_SINK] * (given["sink"] is not None) + [_DOCUMENTS] * _has_documents(context)
+    others += [_SINK] * (given["sink"] is not None) + [_DOCUMENTS] * has_documents(context)
     if any(context.reach):
         others += [_SIDE] + [_OTHER_SIDE] * _has_window(context)
-    if operands > 3 + sum(given[name] is not None for name in ("bias", "sink")) + 2 * _has_documents(context):
+    if operands > 3 + sum(given[name] is not None for name in ("bias", "sink")) + 2 * has_documents(context):
         others.append(_FLAGS)
     chunks = -(-context.operands[0][2] // CHUNK)
     forward, backward = (

@@ -131,7 +131,7 @@ def blocks_workspace(context: FormContext) -> Workspace:
     if before + after:
         # Figures of sizes are compared by their numbers alone.
         keys = max(key[2] - query[2] if before >= key[2] - query[2] else before + 1, query[2])
-    if _has_documents(context):
+    if has_documents(context):
         queries, keys = min(queries, TILE), min(keys, TILE)
     itemsize, single = context.dtype.itemsize, single_itemsize(context)
     block = (prod(query[:2]) * queries + 2 * prod(key[:2]) * keys) * width * itemsize
@@ -143,14 +143,15 @@ def blocks_workspace(context: FormContext) -> Workspace:
     return saved, padded + most
 
 
-def _has_documents(context: FormContext) -> bool:
+def has_documents(context: FormContext) -> bool:
+    """Whether documents hide keys."""
     return context.op.arguments.get("query_documents") is not None
 
 
 def _hidden(context: FormContext, queries: int, keys: int, gradients: float) -> float:
     """Bytes of what is added to the scores of a block, which documents make of queries by keys; more where the flags
     that it is made of are larger than the `gradients` of the block."""
-    if not _has_documents(context):
+    if not has_documents(context):
         return 0.0
     tile = context.operands[0][0] * queries * keys
     return tile * context.dtype.itemsize + max(2 * tile - gradients, 0.0)

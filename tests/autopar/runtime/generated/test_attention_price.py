@@ -7,16 +7,15 @@ from math import prod
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autopar.runtime import Axis
 from autopar.runtime.generated import ring_attention as rings
 from autopar.runtime.generated.attention import blockwise_attention
 from autopar.runtime.generated.chunked_attention import chunked_attention
-from passes._torch import TorchDispatchMode
 from passes.cost.forms import forms_of
 from passes.rules.form_context import Traffic
 from passes.rules.strategies import combine, named_choices
+from tests.autopar.runtime.generated.kernels import Kernels
 from tests.passes.helpers import mesh_of
 from tests.passes.rules.one_op import one_op
 from tests.passes.rules.samples import Sample
@@ -24,37 +23,6 @@ from tests.passes.rules.samples import Sample
 LENGTH, HEADS, WIDTH = 512, 4, 32
 PLAIN, HIDING = "aten.scaled_dot_product_attention.default", "autopar.scaled_dot_product_attention.default"
 CHUNKED = "autopar.chunked_attention.default"
-
-
-class _Kernels(TorchDispatchMode):
-    """Counts the ops that run, besides views, new tensors and attention, and the bytes that they read and write; the
-    kernels of attention apart."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.others, self.bytes, self.attention = 0, 0, 0
-
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None
-    ) -> object:
-        found = func(*args, **(kwargs or {}))  # type: ignore[arg-type]
-        returns = func._schema.returns
-        is_view = any(item.alias_info is not None and not item.alias_info.is_write for item in returns)
-        if "attention" in func._opname:
-            self.attention += 1
-        elif not is_view and func._opname not in ("empty_like", "new_empty", "_unsafe_view", "promote_types"):
-            self.others += 1
-            made = pytree.tree_leaves(found)
-            self.bytes += sum(_bytes(each) for each in (*pytree.tree_leaves((args, kwargs)), *made))
-        return found
-
-
-def _bytes(value: object) -> int:
-    """The bytes of a tensor, of dims that are not expanded."""
-    if not isinstance(value, Tensor):
-        return 0
-    kept = (size for size, step in zip(value.shape, value.stride(), strict=True) if step or size == 1)
-    return prod(kept) * value.dtype.itemsize
 
 
 def _tensors(queries: int, keys: int, key_heads: int = HEADS) -> tuple[Tensor, ...]:
@@ -76,11 +44,11 @@ def _said(
     return form.traffic(about), [choice.major for choice in choices]
 
 
-def _ran(function: object, given: tuple[Tensor, ...], options: Mapping[str, object]) -> tuple[_Kernels, _Kernels]:
-    with _Kernels() as forward:
+def _ran(function: object, given: tuple[Tensor, ...], options: Mapping[str, object]) -> tuple[Kernels, Kernels]:
+    with Kernels() as forward:
         result = function(*given, **options)  # type: ignore[operator]
     gradient = torch.ones_like(result)
-    with _Kernels() as backward:
+    with Kernels() as backward:
         torch.autograd.backward(result, gradient)
     return forward, backward
 
@@ -115,7 +83,7 @@ def test_split_queries(methods: str, sizes: tuple[int, ...], row: bool) -> None:
     _check(said, forward, backward, 0.3 if row else 0.1)
 
 
-def _check(said: Traffic, forward: _Kernels, backward: _Kernels, off: float, kernels: float = 0.0) -> None:
+def _check(said: Traffic, forward: Kernels, backward: Kernels, off: float, kernels: float = 0.0) -> None:
     # Attention is one op on the CPU, in both passes; on CUDA three in the backward pass.
     assert said.forward_kernels == pytest.approx(forward.others + forward.attention - 1, rel=kernels)
     assert said.backward_kernels == pytest.approx(backward.others + 3 * (backward.attention - 1), rel=kernels)
@@ -133,16 +101,17 @@ RINGS = [
 ]
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("methods", "sizes"), RINGS)
-def test_rings(methods: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rings(methods: str, sizes: tuple[int, ...], causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which shifts are no kernels; queries may be split further."""
     monkeypatch.setattr(rings, "start_shift", lambda tensor, axis, by: lambda: tensor)
-    said, majors = _said(PLAIN, methods, sizes, {})
+    said, majors = _said(PLAIN, methods, sizes, {"is_causal": causal})
     digits = _last(sizes, majors)
     around = {name for name, method in zip("abc", methods.split(), strict=False) if method.startswith("ring")}
     own = tuple(each for each in digits if each[0].name in around)
     keys = LENGTH // prod(axis.size for axis, _ in own)
-    options = {"digits": own, "causal": True, "queries": digits}
+    options = {"digits": own, "causal": causal, "queries": digits}
     _check(said, *_ran(rings.ring_attention, _tensors(LENGTH // prod(sizes), keys), options), 0.1)
 
 

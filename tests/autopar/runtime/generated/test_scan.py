@@ -7,12 +7,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.runtime.generated.scan import gradients_between, states_between
-from passes._torch import TorchDispatchMode
 from passes.cost.price import shares
 from passes.ir.rule import Rule
 from passes.rules.scan_forms import scan_work
 from passes.rules.strategies import named_choices
 from passes.scans import add_carry_gradients, carry
+from tests.autopar.runtime.generated.kernels import Kernels
 from tests.passes.helpers import mesh_of
 from tests.passes.rules.one_op import one_op
 from tests.passes.rules.samples import Sample
@@ -53,37 +53,21 @@ def test_products_are_counted(ranks: tuple[int, ...], methods: str) -> None:
     assert backward.get_total_flops() == pytest.approx(whole * sum(one.rule.backward) * more[1])
 
 
-class _Kernels(TorchDispatchMode):
-    """Counts the ops that run, besides views and new tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None
-    ) -> object:
-        returns = func._schema.returns
-        is_view = any(item.alias_info is not None and not item.alias_info.is_write for item in returns)
-        self.count += not is_view and func._opname not in ("empty_like", "new_zeros", "_unsafe_view")
-        return func(*args, **(kwargs or {}))  # type: ignore[arg-type]
-
-
 def _counts(chunks: int, ranks: int) -> tuple[int, int]:
     """Kernels of the forward and of the backward pass, besides the op on a rank's part."""
     _, key, values, reads, _, decay = _operands(chunks, OUT)
     given = [key, values, reads, decay]
     found = [torch.zeros_like(each) for each in given]
     with torch.no_grad():
-        with _Kernels() as forward:
+        with Kernels() as forward:
             function = carry(key, values, reads, decay)
         every = function.unsqueeze(2).repeat(1, 1, ranks, 1, 1)
         with forward:
             last = states_between(every, None)[-1]
-        with _Kernels() as backward:
+        with Kernels() as backward:
             gradients_between(every, None, last, ranks - 1, last)
             add_carry_gradients(given, function, found)
-    return forward.count, backward.count
+    return forward.others, backward.others
 
 
 def test_kernels_are_counted() -> None:
