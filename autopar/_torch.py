@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.modules import module as _modules
 
 # REGISTRY_KEY, STATE_KEY: the attributes in which `fully_shard` and its like enter themselves before anything else; it
 #   is the only place where they can be refused before they change the module.
@@ -53,6 +54,7 @@ __all__ = [
     "call_hooks",
     "collectives",
     "default_store",
+    "global_backward_hooks",
     "group_timeout",
     "has_hooks",
     "is_computed_in_backward",
@@ -267,6 +269,11 @@ def call_hooks(module: nn.Module, backward: bool = True) -> Sequence[Callable[..
 def backward_hooks(module: nn.Module) -> Sequence[Callable[..., object]]:
     """The hooks that run in the backward pass of a module."""
     return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
+def global_backward_hooks() -> Sequence[Callable[..., object]]:
+    """The hooks that run in the backward pass of every module, of which torch has no public list."""
+    return [*_modules._global_backward_pre_hooks.values(), *_modules._global_backward_hooks.values()]
 
 
 def state_dict_hooks(module: nn.Module) -> Sequence[Callable[..., object]]:

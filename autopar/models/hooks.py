@@ -4,13 +4,19 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from autopar._torch import backward_hooks, call_hooks, has_hooks, state_dict_hooks
+from autopar._torch import backward_hooks, call_hooks, global_backward_hooks, has_hooks, state_dict_hooks
 from passes.ir.errors import UnsupportedError
 from passes.ir.log import logger
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
-    """Raise UnsupportedError for hooks on gradients of parameters and parts of `model`, which would be lost."""
+    """Raise UnsupportedError for hooks on gradients of parameters and parts of `model`, and for those of torch on all
+    modules, which would be lost."""
+    if global_backward_hooks():
+        raise UnsupportedError(
+            "torch has a backward hook on all modules, which the distributed module would not call for its layers: "
+            "remove it; a hook on a parameter of the distributed module sees gradients"
+        )
     for name, parameter in model.named_parameters():
         # Autograd computes none of a frozen one.
         if parameter.requires_grad and has_hooks(parameter):

@@ -28,6 +28,7 @@ from autopar.runtime.refusals import (
     missing_method,
     put,
     refuse_export,
+    refuse_global_hooks,
     refuse_module_hooks,
     refuse_parameter_hooks,
     refuse_partial_state,
@@ -262,6 +263,7 @@ class DistributedModule(Initializable, CalledPart):
         """
         refuse_export()
         with self._comparison.telling():
+            refuse_global_hooks()
             if self._pipeline is not None and self.training and torch.is_grad_enabled():
                 raise UnsupportedError(
                     "a module in pipeline stages computes gradients with the forward pass: call "
@@ -315,6 +317,7 @@ class DistributedModule(Initializable, CalledPart):
         batching = self._programs.planned(self._mode()).program.micro_batches
         if batching is not None:
             with self._comparison.telling():
+                refuse_global_hooks()
                 refuse_module_hooks(self)
                 refuse_parameter_hooks(self._watch.named())
                 if not torch.is_grad_enabled():

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import REGISTRY_KEY, STATE_KEY, call_hooks, has_hooks, parts_of, state_asked
+from autopar._torch import (
+    REGISTRY_KEY,
+    STATE_KEY,
+    call_hooks,
+    global_backward_hooks,
+    has_hooks,
+    parts_of,
+    state_asked,
+)
 from autopar.runtime.parameters import alike
 from passes._torch import PARAMETERS, buffers_of, parameters_of
 from passes.ir.errors import UnsupportedAttributeError, UnsupportedError
@@ -213,6 +221,17 @@ def refuse_export() -> None:
     """Raise UnsupportedError while torch.export traces a distributed module."""
     if torch.compiler.is_exporting():
         raise UnsupportedError("a distributed module cannot be exported: export the model without parallelize")
+
+
+def refuse_global_hooks() -> None:
+    """Raise UnsupportedError for hooks on the backward pass of all modules, where there is one: they would see parts of
+    generated code instead of the layers of the model."""
+    if torch.is_grad_enabled() and global_backward_hooks():
+        raise UnsupportedError(
+            "a backward hook on all modules (register_module_full_backward_hook or its like) would not be called for "
+            "the layers of a distributed module, whose generated code runs without them: remove it before the call; "
+            "hooks on the distributed module and its parameters see gradients"
+        )
 
 
 def refuse_partial_state() -> None:

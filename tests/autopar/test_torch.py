@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 from torch.nn.utils import parametrize
 
 from autopar import _torch
@@ -46,6 +47,15 @@ def test_hooks_of_modules():
     assert _torch.call_hooks(module) == [print]
     module.register_forward_hook(repr)
     assert _torch.call_hooks(module, backward=False) == [repr]
+
+
+def test_hooks_on_all_modules():
+    assert not _torch.global_backward_hooks()
+    handles = register_module_full_backward_pre_hook(print), register_module_full_backward_hook(repr)
+    assert _torch.global_backward_hooks() == [print, repr]
+    for handle in handles:
+        handle.remove()
+    assert not _torch.global_backward_hooks()
 
 
 def test_nodes_that_a_backward_pass_comes_to():

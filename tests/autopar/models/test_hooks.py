@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_full_backward_hook
 
 import autopar
 from autopar.testing import compare
@@ -53,6 +54,17 @@ def test_hooks_on_gradients_are_refused(name: str) -> None:
     with pytest.raises(autopar.UnsupportedError, match=said):
         autopar.plan(model, MESH, _batch(), cluster="ideal")
     autopar.plan(model, MESH, _batch(), cluster="ideal", objective="infer")
+
+
+def test_backward_hooks_on_all_modules_are_refused() -> None:
+    """They would be lost, and do not matter for inference."""
+    handle = register_module_full_backward_hook(_ignore)
+    try:
+        with pytest.raises(autopar.UnsupportedError, match="torch has a backward hook on all modules"):
+            autopar.plan(Stack(), MESH, _batch(), cluster="ideal")
+        autopar.plan(Stack(), MESH, _batch(), cluster="ideal", objective="infer")
+    finally:
+        handle.remove()
 
 
 def _doubled(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:

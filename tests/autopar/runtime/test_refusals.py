@@ -5,14 +5,16 @@ import pickle
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from autopar import DistributedModule, UnsupportedError
+from autopar import AutoparError, DistributedModule, UnsupportedError
 from autopar.testing import run_ranks
 from tests.autopar.test_training import batches, error, made, steps_error, whole
 from tests.models import Stack
@@ -104,6 +106,34 @@ def test_what_is_refused() -> None:
     for said, worst in run_ranks(_refused, 2):
         assert {name: text for name, text in said.items() if REFUSED[name][1] not in text} == {}
         assert all("\n" not in text for text in said.values())
+        assert worst <= 1e-12
+
+
+def _hooked() -> tuple[dict[str, str], float]:
+    model, data = Stack().double(), batches(3)
+    module = made(model, (2,), data[0])
+    said: dict[str, str] = {}
+    for register in (register_module_full_backward_hook, register_module_full_backward_pre_hook):
+        # On one rank alone, too.
+        for ranks in ((0, 1), (1,)):
+            handle = register(_ignore) if dist.get_rank() in ranks else None
+            with torch.no_grad():
+                module(**data[0])
+            for run in (module, module.forward_backward):
+                try:
+                    run(**data[0])
+                except AutoparError as error:
+                    said[f"{register.__name__} on {ranks}, {run is module}"] = str(error)
+            if handle is not None:
+                handle.remove()
+    return said, steps_error(module, model, data)
+
+
+def test_backward_hooks_on_all_modules_are_refused() -> None:
+    """A call that computes gradients raises on every rank; the module goes on when they are gone."""
+    for said, worst in run_ranks(_hooked, 2):
+        assert len(said) == 8
+        assert all("a backward hook on all modules" in text for text in said.values())
         assert worst <= 1e-12
 
 
