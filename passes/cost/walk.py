@@ -31,16 +31,17 @@ class Optimizer:
 
 def walk(stage: Stage, folded: Folded, cluster: Cluster, optimizer: Optimizer, configuration: Configuration) -> Seconds:
     """Seconds of one step in which `stage`, lowered from `folded`, runs each micro-batch."""
-    parts = stage_parts(stage, folded, cluster, configuration.mesh)
-    return compose(parts, configuration, *_once(stage, cluster, optimizer, configuration))
+    return stage_seconds(stage, folded, cluster, optimizer, configuration)[0]
 
 
-def stage_phases(
+def stage_seconds(
     stage: Stage, folded: Folded, cluster: Cluster, optimizer: Optimizer, configuration: Configuration
-) -> Phases:
-    """The same seconds by the phase of the step that `stage` spends them in."""
+) -> tuple[Seconds, Phases]:
+    """Seconds of one step in which `stage`, lowered from `folded`, runs each micro-batch: by category, and by the phase
+    of the step that it spends them in."""
     parts = stage_parts(stage, folded, cluster, configuration.mesh)
-    return phases(parts, configuration, *_once(stage, cluster, optimizer, configuration))
+    once = _once(stage, cluster, optimizer, configuration)
+    return compose(parts, configuration, *once), phases(parts, configuration, *once)
 
 
 def _once(stage: Stage, cluster: Cluster, optimizer: Optimizer, configuration: Configuration) -> tuple[float, float]:
