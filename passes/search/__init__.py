@@ -33,7 +33,7 @@ from passes.ir.program import Program
 from passes.search.best_first import close, explore, under
 from passes.search.choosing import check_recompute, choose, searched, with_hint
 from passes.search.configurations import any_number
-from passes.search.found import Found, MemorySimulator, lowered_choice
+from passes.search.found import Found, MemorySimulator, found_choice, lowered_choice
 from passes.search.pipeline_search import best_pipeline
 from passes.search.progress import Progress
 from passes.search.refinement import best_choice
@@ -119,7 +119,8 @@ def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator)
     while choice is not None and attempts < _ATTEMPTS:
         attempts += 1
         chosen = choice.subproblem
-        found = lowered_choice(subproblems, chosen.program, chosen.problem, choice.solution, simulate, bound)
+        lowered = lowered_choice(subproblems, chosen.program, chosen.problem, choice.solution)
+        found = found_choice(subproblems, lowered, simulate, bound)
         peak = max(memory.peak for memory in found.memory)
         if peak <= space.memory_limit:
             return found
@@ -163,7 +164,7 @@ def _decided(subproblems: Subproblems, configuration: Configuration, simulate: M
             chosen = _carried_over(subproblems, program, configuration)
         else:
             chosen = _replayed(subproblems, program, methods)
-        return lowered_choice(subproblems, program, *chosen, simulate)
+        return found_choice(subproblems, lowered_choice(subproblems, program, *chosen), simulate)
     except (ConstraintError, MeshError, MicroBatchError) as error:
         if methods is None:
             raise

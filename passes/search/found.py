@@ -66,27 +66,41 @@ class Found:
         return self.configuration.mesh
 
 
+@dataclass(frozen=True)
+class LoweredChoice:
+    """A solution of a problem of `program`, lowered for the ranks that run it, with the seconds of its step."""
+
+    program: MicroBatchProgram
+    problem: Problem
+    solution: Solution
+    lowered: Lowered
+    step: ScheduledStep
+
+
 def lowered_choice(
-    subproblems: Subproblems,
-    program: MicroBatchProgram,
-    problem: Problem,
-    solution: Solution,
-    simulate: MemorySimulator,
-    bound: float | None = None,
-) -> Found:
-    """A solution with its lowered program, its seconds and its bytes. `bound` is a lower bound on the step time of all
-    choices; None: that of the solution."""
-    space, clock, folded = subproblems.space, subproblems.clock, program.folded
-    configuration = solution.configuration
+    subproblems: Subproblems, program: MicroBatchProgram, problem: Problem, solution: Solution
+) -> LoweredChoice:
+    """A solution with its lowered program and its seconds."""
+    space, clock, configuration = subproblems.space, subproblems.clock, solution.configuration
     if configuration.zero == 3:
         solution = replace(solution, regathered=solution.regathered | gathered_again(problem, solution))
-    lowered = lower(folded, problem, solution, space.casts, space.cluster, clock, space.decisions.units)
+    lowered = lower(program.folded, problem, solution, space.casts, space.cluster, clock, space.decisions.units)
+    step = scheduled_step(lowered, program.folded, space.cluster, space.optimizer, configuration)
+    return LoweredChoice(program, problem, solution, lowered, step)
+
+
+def found_choice(
+    subproblems: Subproblems, choice: LoweredChoice, simulate: MemorySimulator, bound: float | None = None
+) -> Found:
+    """A lowered choice with its bytes. `bound` is a lower bound on the step time of all choices; None: that of the
+    solution."""
+    space, clock, folded = subproblems.space, subproblems.clock, choice.program.folded
+    solution, lowered, step = choice.solution, choice.lowered, choice.step
+    configuration, seconds = solution.configuration, step.seconds
     with clock("variables"):
         variables = tuple(name_variables(stage, configuration.mesh) for stage in lowered.stages)
-    step = scheduled_step(lowered, folded, space.cluster, space.optimizer, configuration)
-    seconds = step.seconds
     with clock("memory"):
-        peaks = simulate(lowered, variables, program.micro, configuration)
+        peaks = simulate(lowered, variables, choice.program.micro, configuration)
     memory = tuple(own.with_held(held) for own, held in zip(peaks, step.held, strict=True))
     if space.decisions.methods is not None:
         gap, complete, bound_s = space.decisions.gap, space.decisions.complete, space.decisions.bound_s
@@ -101,9 +115,9 @@ def lowered_choice(
         bound_s = (1 - gap) * seconds.total if complete else subproblems.least_step_s(devices)
     refused = subproblems.programs.refused
     return Found(
-        program.micro,
+        choice.program.micro,
         folded,
-        problem,
+        choice.problem,
         solution,
         lowered,
         variables,

@@ -19,7 +19,7 @@ from passes.ir.errors import InfeasibleError, PipelineError
 from passes.ir.levels import of_all
 from passes.lower.stages import named_starts
 from passes.search.cuts import NotBetterError
-from passes.search.found import Found, lowered_choice
+from passes.search.found import Found, LoweredChoice, found_choice, lowered_choice
 from passes.search.space import PipelineChoices
 from passes.search.stage_levels import StageLevels
 from passes.search.staged_program import StagedProgram
@@ -72,18 +72,37 @@ def staged(program: StagedProgram, pipeline: Staging, limit_s: float) -> Found:
     check_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages, configuration.micro_batches)
     cuts = program.asked.cuts
     starts = program.cuts(pipeline, limit_s) if cuts is None else named_starts(program.whole, cuts)
-    found = _lowered(program, pipeline, starts, ())
-    _check_memory(found, program.space.memory_limit)
+    lowered = [_lowered(program, pipeline, starts, ())]
     if program.trims(configuration):
-        found = _trimmed(program, pipeline, starts, found)
-    if found.seconds.total >= limit_s:
-        raise NotBetterError
-    return found
+        lowered += _trimmed(program, pipeline, starts)
+    return _fastest(program, lowered, limit_s)
+
+
+def _fastest(program: StagedProgram, choices: Sequence[LoweredChoice], limit_s: float) -> Found:
+    """The fastest of some choices that fits.
+
+    Raises InfeasibleError where none of those that take less than `limit_s` fits, and NotBetterError where there are
+    none.
+    """
+    refused: list[InfeasibleError] = []
+    for each in sorted(choices, key=lambda item: item.step.seconds.total):
+        if each.step.seconds.total >= limit_s:
+            break
+        found = found_choice(program.subproblems, each, program.simulate)
+        try:
+            _check_memory(found, program.space.memory_limit)
+        except InfeasibleError as error:
+            refused.append(error)
+        else:
+            return found
+    if refused:
+        raise min(refused, key=lambda error: error.missing)
+    raise NotBetterError
 
 
 def _lowered(
     program: StagedProgram, pipeline: Staging, starts: Sequence[int], recompute: Sequence[Mapping[str, str]]
-) -> Found:
+) -> LoweredChoice:
     """A choice in the stages that begin at these positions, with a level of recompute for each; () for that of the
     choice."""
     choice, cuts = program.choice, program.asked.cuts
@@ -94,7 +113,7 @@ def _lowered(
         configuration = replace(configuration, recompute=of_all(recompute))
     own = replace(configuration, pipeline=replace(pipeline, cuts=names, recompute=of_stages))
     solution, chosen = replace(choice.solution, configuration=own), choice.subproblem
-    return lowered_choice(program.subproblems, chosen.program, chosen.problem, solution, program.simulate)
+    return lowered_choice(program.subproblems, chosen.program, chosen.problem, solution)
 
 
 def _check_memory(found: Found, limit: float) -> None:
@@ -113,12 +132,11 @@ def _check_memory(found: Found, limit: float) -> None:
         )
 
 
-def _trimmed(program: StagedProgram, pipeline: Staging, starts: Sequence[int], found: Found) -> Found:
-    """The best of a choice in stages that share a level of recompute, and of those in which each stage recomputes no
-    more than its memory needs, in cuts that are chosen with that.
+def _trimmed(program: StagedProgram, pipeline: Staging, starts: Sequence[int]) -> Iterator[LoweredChoice]:
+    """The choice in stages of which each recomputes no more than its memory needs, in cuts that are chosen with that.
 
-    The latter begin with the cuts of the former, and with those that are best without recompute; a cut is moved to the
-    next place as long as the step so gets shorter, by the seconds of positions.
+    They begin with the cuts `starts`, which are best with one level for all, and with those that are best without
+    recompute; a cut is moved to the next place as long as the step so gets shorter, by the seconds of positions.
     """
     levels, begun = StageLevels(program, pipeline), {tuple(starts)}
     if program.asked.cuts is None:
@@ -132,10 +150,7 @@ def _trimmed(program: StagedProgram, pipeline: Staging, starts: Sequence[int], f
         begun.add(min(_moved(levels, each) for each in sorted(begun))[1])
     for each in sorted(begun):
         with suppress(InfeasibleError):
-            trimmed = _lowered(program, pipeline, each, levels.levels(each))
-            _check_memory(trimmed, program.space.memory_limit)
-            found = min(found, trimmed, key=lambda item: item.seconds.total)
-    return found
+            yield _lowered(program, pipeline, each, levels.levels(each))
 
 
 def _moved(levels: StageLevels, starts: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
