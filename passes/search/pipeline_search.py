@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.cost.cluster import GIB
-from passes.ir.configuration import Staging
+from passes.ir.choices import Strategy
+from passes.ir.configuration import Configuration, Staging
 from passes.ir.errors import ConstraintError, InfeasibleError, MicroBatchError, PipelineError
+from passes.ir.layout import Layout
 from passes.ir.levels import level_of
 from passes.ir.mesh import Mesh
 from passes.search.choosing import searched
@@ -76,6 +78,23 @@ class _Candidate:
     def bound_s(self) -> float:
         """A lower bound on the steps of all."""
         return min(bound for bound, _ in self.pipelines)
+
+
+@dataclass(frozen=True)
+class _Decisions:
+    """A choice without what the solver counted for it: it is cut in the same way whatever the memory and the number of
+    micro-batches in flight that it was found with."""
+
+    strategies: tuple[Strategy, ...]
+    regathered: frozenset[tuple[int, Layout]]
+    configuration: Configuration
+
+    @classmethod
+    def of(cls, choice: Choice) -> "_Decisions":
+        """The decisions of a choice."""
+        solution, problem = choice.solution, choice.subproblem.problem
+        strategies = tuple(solution.strategy(problem, node) for node in range(len(solution.picks)))
+        return cls(strategies, solution.regathered, replace(solution.configuration, pipeline=Staging()))
 
 
 def _candidates(subproblems: Subproblems, asked: PipelineChoices, search: "_Search") -> Iterator[_Candidate]:
@@ -150,6 +169,7 @@ class _Search:
     def consider(self, candidate: _Candidate) -> None:
         """Take the best pipeline of a candidate as the incumbent, if it is better."""
         hopeless: set[int] = set()
+        uncut: list[_Decisions] = []
         for in_flight, share in _memories(candidate.asked.ranks):
             pipelines = [pipeline for bound, pipeline in candidate.pipelines if bound < self.limit_s]
             if not pipelines:
@@ -158,15 +178,23 @@ class _Search:
                 # There is less in less memory.
                 continue
             try:
-                if self._consider(candidate, pipelines, in_flight, share):
+                if self._consider(candidate, pipelines, in_flight, share, uncut):
                     return
             except (InfeasibleError, MicroBatchError, ConstraintError) as error:
                 self.errors.append(error)
                 hopeless.add(in_flight)
 
-    def _consider(self, candidate: _Candidate, pipelines: Sequence[Staging], in_flight: int, share: float) -> bool:
+    def _consider(
+        self,
+        candidate: _Candidate,
+        pipelines: Sequence[Staging],
+        in_flight: int,
+        share: float,
+        uncut: "list[_Decisions]",
+    ) -> bool:
         """Look for better ones among `pipelines`, with so many micro-batches in flight and this share of the memory of
-        all ranks. Whether nothing is left to look for with other ones.
+        all ranks. Whether nothing is left to look for with other ones. Decisions of which no cuts fit are added to
+        `uncut`, and those that are there are not cut again.
 
         Raises InfeasibleError where the program as a whole does not fit.
         """
@@ -188,6 +216,9 @@ class _Search:
             raise _lacking(error, space, asked.ranks, in_flight) from None
         if chosen is None:
             return True
+        decided = _Decisions.of(chosen[1])
+        if decided in uncut:
+            return False
         program = StagedProgram(*chosen, asked, candidate.bounds, self.simulate)
         fits = False
         for pipeline in pipelines:
@@ -201,6 +232,8 @@ class _Search:
                 continue
             fits, self.best = True, (candidate, found)
             self.limit_s = found.seconds.total
+        if not fits:
+            uncut.append(decided)
         return fits
 
 
