@@ -298,6 +298,23 @@ def test_memory_limits_cuts():
         planned(mesh, model, micro_batches=2, memory_limit=0.1 * peak, pipeline=asked)
 
 
+def test_decisions_are_not_cut_twice(monkeypatch):
+    """Where no cuts fit, the program is solved again in less memory; decisions that were cut already are not cut
+    again."""
+    tried = []
+
+    def refuse(program, pipeline, _):
+        strategies = [node.strategies for node in program.choice.subproblem.problem.nodes]
+        picked = [own[pick] for own, pick in zip(strategies, program.choice.solution.picks, strict=True)]
+        tried.append((pipeline, picked))
+        raise autopar.InfeasibleError("no cuts fit", 1.0)
+
+    monkeypatch.setattr("passes.search.pipeline_search.staged", refuse)
+    with pytest.raises(autopar.InfeasibleError, match="no cuts fit"):
+        planned({"pp": 2}, micro_batches=4, pipeline=Pipeline(virtual_stages=1))
+    assert len(tried) == 1
+
+
 @SLOW
 def test_micro_batches_are_chosen():
     """Where their number is free it is chosen by the step, and is never slower than a given one."""
