@@ -8,7 +8,7 @@ from passes.cost.cluster import Cluster
 from passes.cost.communication import collective_lines
 from passes.cost.schedules import Held, StageSeconds, Timeline, held_together, schedule_actions, simulate
 from passes.cost.step import Phases, Seconds
-from passes.cost.walk import Optimizer, stage_seconds
+from passes.cost.walk import Optimizer, Prices, stage_seconds
 from passes.ir.configuration import Configuration
 from passes.ir.folded import Folded
 from passes.ir.layout import local_shape
@@ -31,8 +31,9 @@ def scheduled_step(
     lowered: Lowered, folded: Folded, cluster: Cluster, optimizer: Optimizer, configuration: Configuration
 ) -> ScheduledStep:
     """The step of `lowered`: that of its only stage, or of all stages in the order of their schedule."""
+    prices = Prices(folded, cluster, configuration.mesh)
     each, parts = zip(
-        *(stage_seconds(stage, folded, cluster, optimizer, configuration) for stage in lowered.stages), strict=True
+        *(stage_seconds(stage, prices, optimizer, configuration) for stage in lowered.stages), strict=True
     )
     pipeline, mesh = configuration.pipeline, configuration.mesh
     if pipeline.stages == 1:

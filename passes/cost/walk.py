@@ -1,18 +1,19 @@
 """Walk the statements of a pipeline stage and add up their costs: the step time that the plan predicts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from passes.cost.cluster import Cluster
-from passes.cost.fusion import Fused, joined
+from passes.cost.fusion import joined
 from passes.cost.price import cover, op_seconds, update_seconds
 from passes.cost.step import BlockSeconds, Phases, Seconds, compose, phases
 from passes.cost.step_costs import StepCosts
+from passes.ir.choices import Cover
 from passes.ir.configuration import Configuration
-from passes.ir.folded import Folded
+from passes.ir.folded import Folded, Region
 from passes.ir.layout import Layout, local_shape
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Stage
 from passes.ir.mesh import Mesh
@@ -31,16 +32,16 @@ class Optimizer:
 
 def walk(stage: Stage, folded: Folded, cluster: Cluster, optimizer: Optimizer, configuration: Configuration) -> Seconds:
     """Seconds of one step in which `stage`, lowered from `folded`, runs each micro-batch."""
-    return stage_seconds(stage, folded, cluster, optimizer, configuration)[0]
+    return stage_seconds(stage, Prices(folded, cluster, configuration.mesh), optimizer, configuration)[0]
 
 
 def stage_seconds(
-    stage: Stage, folded: Folded, cluster: Cluster, optimizer: Optimizer, configuration: Configuration
+    stage: Stage, prices: "Prices", optimizer: Optimizer, configuration: Configuration
 ) -> tuple[Seconds, Phases]:
-    """Seconds of one step in which `stage`, lowered from `folded`, runs each micro-batch: by category, and by the phase
-    of the step that it spends them in."""
-    parts = stage_parts(stage, folded, cluster, configuration.mesh)
-    once = _once(stage, cluster, optimizer, configuration)
+    """Seconds of one step in which `stage` runs each micro-batch: by category, and by the phase of the step that it
+    spends them in."""
+    parts = stage_parts(stage, prices)
+    once = _once(stage, prices.costs.cluster, optimizer, configuration)
     return compose(parts, configuration, *once), phases(parts, configuration, *once)
 
 
@@ -61,14 +62,42 @@ def _once(stage: Stage, cluster: Cluster, optimizer: Optimizer, configuration: C
 
 def block_seconds(stage: Stage, folded: Folded, cluster: Cluster, configuration: Configuration) -> list[float]:
     """Seconds of a step in each part of `stage_parts`; with those for inputs and the optimizer they make the step."""
-    parts = stage_parts(stage, folded, cluster, configuration.mesh)
+    parts = stage_parts(stage, Prices(folded, cluster, configuration.mesh))
     return [compose([part], configuration, 0.0, 0.0).total for part in parts]
 
 
-def stage_parts(stage: Stage, folded: Folded, cluster: Cluster, mesh: Mesh) -> tuple[BlockSeconds, ...]:
+class Prices:
+    """Seconds of the statements of stages that are lowered from `folded`. What is found of an op of one stage holds for
+    others that run it in the same way."""
+
+    def __init__(self, folded: Folded, cluster: Cluster, mesh: Mesh) -> None:
+        self.folded, self.costs, self.fused = folded, StepCosts(cluster, mesh), joined(folded)
+        # With what they are found by, whose identity is their key.
+        self._ops: dict[Hashable, tuple[Compute, BlockSeconds]] = {}
+        self._covers: dict[Hashable, tuple[Region, Cover]] = {}
+
+    def of_op(self, statement: Compute, body: Body, repeated: bool) -> BlockSeconds:
+        """Seconds of an op, whose forward pass is run twice if it is `repeated`."""
+        key = id(statement.whole), id(statement.strategy), statement.copies, statement.deferred, repeated
+        if key not in self._ops:
+            self._ops[key] = statement, _compute(statement, body, self, float(repeated))
+        return self._ops[key][1]
+
+    def cover(self, region: Region, count: int) -> Cover:
+        """The overlap budget of `count` copies of a region."""
+        key = id(region), count
+        if key not in self._covers:
+            folded, cluster, devices = self.folded, self.costs.cluster, self.costs.mesh.size
+            rules = folded.program.rules
+            found = cover(region.ops, folded.types, folded.flowing, rules, cluster, devices, count, self.fused)
+            self._covers[key] = region, found
+        return self._covers[key][1]
+
+
+def stage_parts(stage: Stage, prices: Prices) -> tuple[BlockSeconds, ...]:
     """Seconds of the parts of a stage: each region, and the code before, between and after them."""
     parts, outside = [], BlockSeconds()
-    for statement, seconds in zip(stage.body.statements, statement_seconds(stage, folded, cluster, mesh), strict=True):
+    for statement, seconds in zip(stage.body.statements, statement_seconds(stage, prices), strict=True):
         if isinstance(statement, Loop):
             parts += [outside, seconds]
             outside = BlockSeconds()
@@ -77,13 +106,13 @@ def stage_parts(stage: Stage, folded: Folded, cluster: Cluster, mesh: Mesh) -> t
     return (*parts, outside)
 
 
-def statement_seconds(stage: Stage, folded: Folded, cluster: Cluster, mesh: Mesh) -> list[BlockSeconds]:
+def statement_seconds(stage: Stage, prices: Prices) -> list[BlockSeconds]:
     """Seconds of each statement of a stage; those of a loop are of all copies together."""
-    fused, costs, together = joined(folded), StepCosts(cluster, mesh), _copies_together(stage)
+    together = _copies_together(stage)
     return [
-        replace(_loop(statement, folded, costs, fused), count=together.get(number, len(statement.copies)))
+        replace(_loop(statement, prices), count=together.get(number, len(statement.copies)))
         if isinstance(statement, Loop)
-        else _statement(statement, stage.body, folded, costs, "none", fused)
+        else _statement(statement, stage.body, prices, "none")
         for number, statement in enumerate(stage.body.statements)
     ]
 
@@ -100,27 +129,23 @@ def _copies_together(stage: Stage) -> dict[int, int]:
     return {number: counts[loop.region.name] for number, loop in loops}
 
 
-def _statement(
-    statement: Compute | Redistribution,
-    body: Body,
-    folded: Folded,
-    costs: StepCosts,
-    recompute: str,
-    fused: Mapping[str, Fused],
-) -> BlockSeconds:
+def _statement(statement: Compute | Redistribution, body: Body, prices: Prices, recompute: str) -> BlockSeconds:
     if isinstance(statement, Redistribution):
-        return _redistribution(statement, costs, recompute)
-    op = statement.whole
+        return _redistribution(statement, prices.costs, recompute)
+    return prices.of_op(statement, body, recompute == "full" or statement.recomputed)
+
+
+def _compute(statement: Compute, body: Body, prices: Prices, repeated: float) -> BlockSeconds:
+    op, folded, costs = statement.whole, prices.folded, prices.costs
     types = {name: body.types[name] for name in (*op.operands, *op.results)}
     flows = {name for name in types if name.partition("~")[0] in folded.flowing}
     rule = find_rule(op, types, folded.program.rules)
     context = replace(op_context(op, rule, types, flows, set(), set()), copies=statement.copies)
     choices = named_choices(context, statement.strategy.methods, costs.mesh)
     assert choices is not None
-    own = fused.get(op.results[0].partition("~")[0]) if op.results else None
+    own = prices.fused.get(op.results[0].partition("~")[0]) if op.results else None
     found = op_seconds(context, choices, statement.strategy, costs.cluster, costs.mesh, own)
     weight = found.backward * _weight_share(context, choices, statement, costs) if statement.deferred else 0.0
-    repeated = float(recompute == "full" or statement.recomputed)
     return BlockSeconds(
         forward_compute=found.forward,
         backward_compute=found.backward,
@@ -167,17 +192,16 @@ def _redistribution(statement: Redistribution, costs: StepCosts, recompute: str)
     return BlockSeconds(forward_communication=forward, backward_communication=backward + repeated)
 
 
-def _loop(loop: Loop, folded: Folded, costs: StepCosts, fused: Mapping[str, Fused]) -> BlockSeconds:
+def _loop(loop: Loop, prices: Prices) -> BlockSeconds:
     count, recompute = len(loop.copies), loop.recompute
-    rules, cluster, devices = folded.program.rules, costs.cluster, costs.mesh.size
-    ideal = cover(loop.region.ops, folded.types, folded.flowing, rules, cluster, devices, count, fused)
+    ideal = prices.cover(loop.region, count)
     total = BlockSeconds(count, cover=ideal.forward, cover_backward=ideal.again(recompute))
     for statement in loop.body.statements:
         assert not isinstance(statement, Loop)
-        total += _statement(statement, loop.body, folded, costs, recompute, fused) * count
+        total += _statement(statement, loop.body, prices, recompute) * count
     for change in loop.between:
         if change is not None:
-            total += _redistribution(change, costs, "none") * (count - 1)
+            total += _redistribution(change, prices.costs, "none") * (count - 1)
     if total.weight:
         # The backward pass has less computation to hide traffic with.
         left = 1 - total.weight / (total.backward_compute + total.recompute)

@@ -15,7 +15,7 @@ from passes.cost.schedules import (
     StageSeconds,
 )
 from passes.cost.step import Phases, phases
-from passes.cost.walk import statement_seconds
+from passes.cost.walk import Prices, statement_seconds
 from passes.ir.configuration import Configuration, Staging
 from passes.ir.errors import InfeasibleError, PipelineError
 from passes.ir.levels import is_mixed, level_of, pure
@@ -54,6 +54,7 @@ class StagedProgram:
         self.space, self.clock, self.simulate = space, subproblems.clock, simulate
         self.mesh = choice.solution.configuration.mesh
         self.folded, self.micro = chosen.program.folded, chosen.program.micro
+        self.prices = Prices(self.folded, space.cluster, self.mesh)
         self.whole = whole_code(self.folded, chosen.problem, choice.solution, space.casts)
         self.positions = positions(self.whole)
         self._memory: dict[Hashable, StageMemory] = {}
@@ -181,7 +182,7 @@ class StagedProgram:
 
     def _price(self, configuration: Configuration) -> Iterator[Phases]:
         priced = finished(self.whole, None, configuration, self.folded.flowing, self.space.cluster, self.clock)
-        seconds = statement_seconds(priced, self.folded, self.space.cluster, self.mesh)
+        seconds = statement_seconds(priced, self.prices)
         shares = self._shares(priced, configuration)
         for position in self.positions:
             total = Phases()
@@ -200,7 +201,7 @@ class StagedProgram:
             inner = copy_pieces(statement)
             parts = [part_of_copy(statement, statement.copies.start, inside) for inside in inner]
             alone = replace(priced, body=replace(priced.body, statements=tuple(parts)))
-            each = statement_seconds(alone, self.folded, self.space.cluster, self.mesh)
+            each = statement_seconds(alone, self.prices)
             spent = [phases([own], configuration, 0.0, 0.0) for own in each]
             taken = [own.forward + own.backward + own.weight for own in spent]
             total = sum(taken) * len(statement.copies)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.cost.walk import Optimizer, stage_seconds
+from passes.cost.walk import Optimizer, Prices, stage_seconds
 from passes.ir.configuration import Configuration, Staging
 from passes.ir.lowered import Compute, Stage
 from passes.lower.deferred import deferred
@@ -97,9 +97,10 @@ def test_seconds_are_those_of_the_whole_backward_pass(case: Planning, stage: Sta
     configuration = Configuration(MESH, 4, {"layers.*": level}, reduce_once=True)
     apart = replace(configuration, pipeline=Staging(schedule="zb_h1"))
     lowered = recompute(stage, configuration.recompute)
-    _, whole = stage_seconds(lowered, case.folded, case.cluster, Optimizer(STATES), configuration)
+    prices = Prices(case.folded, case.cluster, MESH)
+    _, whole = stage_seconds(lowered, prices, Optimizer(STATES), configuration)
     marked = deferred(lowered, case.folded.flowing)
-    _, split = stage_seconds(marked, case.folded, case.cluster, Optimizer(STATES), apart)
+    _, split = stage_seconds(marked, prices, Optimizer(STATES), apart)
     assert whole.weight == 0.0
     assert split.weight > 0.0
     assert split.backward + split.weight == pytest.approx(whole.backward)
