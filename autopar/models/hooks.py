@@ -10,7 +10,7 @@ from passes.ir.log import logger
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
-    """Raise UnsupportedError for hooks on gradients of parameters and parts of `model`, and for those of torch on all
+    """Raise UnsupportedError for hooks on gradients of parameters and parts of `model`, and for backward hooks on all
     modules, which would be lost."""
     if global_backward_hooks():
         raise UnsupportedError(

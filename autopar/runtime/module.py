@@ -259,7 +259,8 @@ class DistributedModule(Initializable, CalledPart):
         """Run the plan on the global batch.
 
         Raises InputError for a missing or additional argument, for a tensor of another dtype or number of dims than
-        planned, and for sizes that the model cannot be traced for.
+        planned, and for sizes that the model cannot be traced for; UnsupportedError with gradients in pipeline stages,
+        and with gradients and a backward hook on all modules.
         """
         refuse_export()
         with self._comparison.telling():

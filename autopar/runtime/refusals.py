@@ -224,13 +224,13 @@ def refuse_export() -> None:
 
 
 def refuse_global_hooks() -> None:
-    """Raise UnsupportedError for hooks on the backward pass of all modules, where there is one: they would see parts of
+    """Raise UnsupportedError for backward hooks on all modules, unless gradients are disabled: they would see parts of
     generated code instead of the layers of the model."""
     if torch.is_grad_enabled() and global_backward_hooks():
         raise UnsupportedError(
             "a backward hook on all modules (register_module_full_backward_hook or its like) would not be called for "
-            "the layers of a distributed module, whose generated code runs without them: remove it before the call; "
-            "hooks on the distributed module and its parameters see gradients"
+            "the layers of a distributed module, whose generated code runs without them: remove it before the call, "
+            "and read .grad of the parameters after the backward pass"
         )
 
 

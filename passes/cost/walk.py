@@ -67,12 +67,12 @@ def block_seconds(stage: Stage, folded: Folded, cluster: Cluster, configuration:
 
 
 class Prices:
-    """Seconds of the statements of stages that are lowered from `folded`. What is found of an op of one stage holds for
-    others that run it in the same way."""
+    """Seconds of the ops and the overlap budgets of the regions of stages that are lowered from `folded` for one mesh.
+    Each is computed once, for all stages that have the same op with the same strategy, or the same region."""
 
     def __init__(self, folded: Folded, cluster: Cluster, mesh: Mesh) -> None:
         self.folded, self.costs, self.fused = folded, StepCosts(cluster, mesh), joined(folded)
-        # With what they are found by, whose identity is their key.
+        # The keys are identities, so the objects are kept with what was computed of them.
         self._ops: dict[Hashable, tuple[Compute, BlockSeconds]] = {}
         self._covers: dict[Hashable, tuple[Region, Cover]] = {}
 

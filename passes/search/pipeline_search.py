@@ -190,7 +190,7 @@ class _Search:
         pipelines: Sequence[Staging],
         in_flight: int,
         share: float,
-        uncut: "list[_Decisions]",
+        uncut: list[_Decisions],
     ) -> bool:
         """Look for better ones among `pipelines`, with so many micro-batches in flight and this share of the memory of
         all ranks. Whether nothing is left to look for with other ones. Decisions of which no cuts fit are added to

@@ -299,8 +299,7 @@ def test_memory_limits_cuts():
 
 
 def test_decisions_are_not_cut_twice(monkeypatch):
-    """Where no cuts fit, the program is solved again in less memory; decisions that were cut already are not cut
-    again."""
+    """The program is solved again in less memory where no cuts fit; the same decisions are not cut again."""
     tried = []
 
     def refuse(program, pipeline, _):

@@ -11,12 +11,13 @@ from autopar.plans.probing import FakeProber
 from passes.codegen import Naming, emit
 from passes.cost.liveness import MACHINES, MemoryPeak, Stored, peak_memory
 from passes.cost.schedules import Held
-from passes.cost.walk import Optimizer, block_seconds, walk
-from passes.ir.configuration import Configuration, Staging
+from passes.cost.walk import Optimizer, Prices, block_seconds, stage_seconds, walk
+from passes.ir.configuration import RECOMPUTE, Configuration, Staging
 from passes.ir.errors import PipelineError, PlanMismatchError
 from passes.ir.lowered import Lowered, Stage, only_stage
 from passes.ir.plan import ParameterPlan, Plan
 from passes.ir.work import Work
+from passes.lower.recompute import recompute
 from passes.lower.stages import cut, named_starts, positions
 from passes.lower.units import fsdp_units
 from passes.record import decisions_of, layout_texts, record, record_stage
@@ -124,6 +125,21 @@ def test_stages_are_priced(case: Planning, configuration: Configuration, whole: 
     assert first.inputs == alone.inputs
     assert second.inputs == 0
     assert second.forward_compute > first.forward_compute
+
+
+def test_prices_are_shared_by_stages(
+    case: Planning, configuration: Configuration, whole: Stage, lowered: Lowered
+) -> None:
+    """Stages that are priced together take what each takes alone, at every level of recompute."""
+    prices = Prices(case.folded, case.cluster, MESH)
+    for level in RECOMPUTE:
+        own = replace(configuration, recompute=dict.fromkeys(configuration.recompute, level))
+        for stage in (*lowered.stages, fsdp_units(whole, MESH)):
+            marked = recompute(stage, own.recompute)
+            alone = Prices(case.folded, case.cluster, MESH)
+            assert stage_seconds(marked, prices, Optimizer(STATES), own) == stage_seconds(
+                marked, alone, Optimizer(STATES), own
+            )
 
 
 def test_stages_are_simulated(whole: Stage, lowered: Lowered) -> None:
