@@ -188,7 +188,7 @@ class Program:
         names = (name for value in self.outputs for name in references(value))
         return frozenset({*names, *(update.value for update in self.updates)})
 
-    @property
+    @cached_property
     def updated(self) -> tuple[Parameter, ...]:
         """The parameters that the optimizer updates: those that train, and that an op reads."""
         read = {name for op in self.ops for name in op.operands}

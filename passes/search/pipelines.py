@@ -157,8 +157,11 @@ def _moved(levels: StageLevels, starts: tuple[int, ...]) -> tuple[float, tuple[i
     """Cuts that no move of one of them improves, or that of `_MOVES` moves, and their step (seconds)."""
     step_s = levels.step_s(starts)
     for _ in range(_MOVES):
-        tried = [(levels.step_s(each), each) for each in levels.neighbours(starts)]
-        if not tried or min(tried)[0] >= step_s:
+        before_s = step_s
+        for bound_s, each in sorted((levels.bound_s(each), each) for each in levels.neighbours(starts)):
+            if bound_s >= step_s:
+                break
+            step_s, starts = min((step_s, starts), (levels.step_s(each), each))
+        if step_s >= before_s:
             break
-        step_s, starts = min(tried)
     return step_s, starts

@@ -3,7 +3,7 @@
 Stages of 1F1B hold different numbers of micro-batches in flight, so early ones recompute where late ones need not. For
 the layouts that were chosen for the program, each stage has a level of its own: "full" of its first copies, and any of
 the others. Of those that fit it takes the one with the fewest seconds. The least number of copies is found by
-bisection, as a stage takes no more memory where it recomputes more.
+bisection, as a stage takes no more memory, and no less time, where it recomputes more.
 """
 
 from bisect import bisect_left
@@ -27,6 +27,7 @@ class StageLevels:
     def __init__(self, program: StagedProgram, pipeline: Staging) -> None:
         self.program, self.pipeline = program, pipeline
         self._least: dict[Hashable, Mapping[str, str] | None] = {}
+        self._totals: dict[Hashable, Phases] = {}
 
     def levels(self, starts: Sequence[int]) -> list[Mapping[str, str]]:
         """For each of the stages that begin at these positions the levels of recompute with which it is fastest among
@@ -61,16 +62,32 @@ class StageLevels:
     def step_s(self, starts: Sequence[int]) -> float:
         """The step of the stages that begin at these positions, each with its least recompute, by the seconds of
         positions; infinite where one does not fit."""
+        levels = []
+        for (first, last), held in zip(self._stages(starts), self._held, strict=True):
+            level = self._least_level(first, last, held)
+            if level is None:
+                return float("inf")
+            levels.append(level)
+        return self._step_s(starts, levels)
+
+    def bound_s(self, starts: Sequence[int]) -> float:
+        """A lower bound on their step, for which no memory is simulated: stages whose recompute is not known have
+        none."""
+        none = dict.fromkeys(self.program.configured(self.pipeline.schedule).recompute, "none")
+        keys = ((*ends, tuple(held)) for ends, held in zip(self._stages(starts), self._held, strict=True))
+        known = [self._least.get(key, none) for key in keys]
+        levels = [level for level in known if level is not None]
+        return self._step_s(starts, levels) if len(levels) == len(known) else float("inf")
+
+    def _step_s(self, starts: Sequence[int], levels: Sequence[Mapping[str, str]]) -> float:
+        """The step of the stages that begin at these positions, with these levels of recompute."""
         configuration, boundaries = (
             self.program.configured(self.pipeline.schedule),
             self.program.boundaries(self.pipeline.ranks),
         )
         stages, once = [], Phases()
-        for (first, last), held in zip(self._stages(starts), self._held, strict=True):
-            level = self._least_level(first, last, held)
-            if level is None:
-                return float("inf")
-            own = sum(self.program.pieces_at(replace(configuration, recompute=level), first, last), Phases())
+        for ends, level in zip(self._stages(starts), levels, strict=True):
+            own = self._seconds(replace(configuration, recompute=level), *ends)
             stages.append(StageSeconds(own.forward, own.backward, own.weight))
             once = max(once, own, key=lambda item: item.before + item.after)
         crossed = [boundary for start in starts if (boundary := boundaries[start]) is not None]
@@ -124,12 +141,20 @@ class StageLevels:
         def fits(full: int, rest: str) -> bool:
             return self.program.memory_of(at(full, rest)).excess(first, last, held, limit) <= 0
 
+        def total_s(full: int, rest: str) -> float:
+            return self._seconds(at(full, rest), first, last).total
+
         for rest in RECOMPUTE[:-1]:
-            full, step_s = 0, float("inf")
-            least_s = sum(each.total for each in self.program.pieces_at(at(0, rest), first, last))
-            if least_s < best_s and fits(most, rest):
-                full = bisect_left(range(most), True, key=partial(fits, rest=rest))
-                step_s = sum(each.total for each in self.program.pieces_at(at(full, rest), first, last))
-            if step_s < best_s:
-                best_s, best = step_s, at(full, rest).recompute
+            # So many copies at most, less one, are recomputed fully where it is faster than the best so far.
+            faster = bisect_left(range(most + 1), best_s, key=partial(total_s, rest=rest))
+            if faster and fits(faster - 1, rest):
+                full = bisect_left(range(faster - 1), True, key=partial(fits, rest=rest))
+                best_s, best = total_s(full, rest), at(full, rest).recompute
         return best
+
+    def _seconds(self, configuration: Configuration, first: int, last: int) -> Phases:
+        """The seconds of one stage, by those of its positions."""
+        key = first, last, tuple(sorted(configuration.recompute.items()))
+        if key not in self._totals:
+            self._totals[key] = sum(self.program.pieces_at(configuration, first, last), Phases())
+        return self._totals[key]

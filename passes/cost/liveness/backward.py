@@ -1,6 +1,5 @@
 """The simulated backward pass, in autograd's order: nodes that were created later run first."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from passes.cost.liveness.fsdp_units import FSDPSimulation
@@ -96,12 +95,12 @@ def _run(node: AutogradNode, ledger: Ledger, prober: Prober, waiting: list[Stora
     own: dict[int, Storage] = {}
     read: dict[int, Storage] = {}
     # A gradient may be a saved tensor itself.
-    places = prober.forward(node.task).saved
+    places = node.places
     if node.factor is not None:
         waiting += [gradient.storage for gradient in node.gradients.values()]
-    passed_on = {given.place for given in profile.given.values()} & set(places)
+    passed_on = profile.places.keys() & places
     lingering: dict[StorageRef, Storage] = {}
-    ungiven = Counter(given.place for given in profile.given.values())
+    ungiven = dict(profile.places)
     for event in profile.events:
         if event.what is EventKind.ALLOCATE:
             own[event.index] = Storage(ledger, event.bytes, TRANSIENT)

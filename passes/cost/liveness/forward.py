@@ -76,6 +76,34 @@ class Frame:
         self.variables[self.names.names[name]] = value
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A statement as it runs: its expression, its operands without repetition, and the number of the operand that the
+    gradient of a weight is computed from apart."""
+
+    text: str
+    operands: tuple[str, ...]
+    factor: int | None
+
+
+class Expressions:
+    """The expressions of the statements of one stage, each found once by the `prober`."""
+
+    def __init__(self, prober: Prober) -> None:
+        self.prober = prober
+        # The statement is held, so that its number is its own.
+        self._known: dict[int, tuple[Compute, _Read]] = {}
+
+    def of(self, statement: Compute, types: Mapping[str, TensorType], copied: frozenset[str]) -> _Read:
+        """A statement as it runs; operands in `copied` are read as copies."""
+        if id(statement) not in self._known:
+            operands = tuple(dict.fromkeys(statement.op.operands))
+            factor = operands.index(statement.deferred[1]) if statement.deferred else None
+            text = self.prober.compute(statement, types, copied)
+            self._known[id(statement)] = statement, _Read(text, operands, factor)
+        return self._known[id(statement)][1]
+
+
 class Forward:
     """Runs the statements of a stage forward. `resident` are parameters, buffers and constants by name; `fsdp` gathers
     some of the parameters; `updated` are the buffers that the program changes, which are read as copies; without
@@ -85,7 +113,7 @@ class Forward:
         self,
         stage: Stage,
         ledger: Ledger,
-        prober: Prober,
+        expressions: Expressions,
         variables: Variables,
         resident: Mapping[str, Value],
         fsdp: FSDPSimulation,
@@ -93,7 +121,8 @@ class Forward:
         stays: dict[str, Storage],
     ) -> None:
         self.ledger = ledger
-        self.prober = prober
+        self.prober = expressions.prober
+        self.expressions = expressions
         self.variables = variables
         self.resident = resident
         self.fsdp = fsdp
@@ -105,7 +134,6 @@ class Forward:
         self.phase = "forward"
         self.count = 0
         self.loops = 0
-        self._texts: dict[int, str] = {}
 
     def body(self, body: Body, frame: Frame, copied: frozenset[str]) -> None:
         """Run the statements of a body; operands in `copied` are read as copies."""
@@ -130,25 +158,27 @@ class Forward:
         self, statement: Compute, types: Mapping[str, TensorType], frame: Frame, copied: frozenset[str]
     ) -> None:
         """Run an op."""
-        if id(statement) not in self._texts:
-            self._texts[id(statement)] = self.prober.compute(statement, types, copied)
-        op = statement.op
-        values = {name: frame.read(name) for name in dict.fromkeys(op.operands) if name not in frame.later}
+        op, own = statement.op, self.expressions.of(statement, types, copied)
+        values = {name: frame.read(name) for name in own.operands if name not in frame.later}
         groups = self.fsdp.units.around_ops.get(op.key, ()) if op.key is not None and not frame.inner else ()
         if groups:
             passed = [name for name in values if name not in frame.resident and name not in frame.weights]
             entered = self.fsdp.enter(groups, [values[name] for name in passed], self.next)
             values.update(zip(passed, entered, strict=True))
             del entered
-        for name in op.operands:
+        for name in own.operands:
             if name in frame.later:
                 values[name] = self.change(frame.later[name], frame.gathered[frame.later[name].source], lambda _: None)
-        operands = [values[name] for name in dict.fromkeys(op.operands)]
+        operands = [values[name] for name in own.operands]
         del values
-        text, recomputed = self._texts[id(statement)], statement.recomputed
-        factor = list(dict.fromkeys(op.operands)).index(statement.deferred[1]) if statement.deferred else None
         results = self.run(
-            op.key or op.kind, text, operands, len(op.results), TRANSIENT, recomputed=recomputed, factor=factor
+            op.key or op.kind,
+            own.text,
+            operands,
+            len(op.results),
+            TRANSIENT,
+            recomputed=statement.recomputed,
+            factor=own.factor,
         )
         del operands
         self.fsdp.leave(groups, results)
@@ -206,8 +236,10 @@ class Forward:
             found = [None if place is None else place_of(place, own, storages) for place in profile.saved]
             attached = [place_of(place, own, storages) for place in profile.attached]
             edges = [item.edge for item in operands]
-            node = AutogradNode(self.next(), edges, name, self.ledger.block, task, self.keep(found), results, attached)
-            node.factor = factor
+            saved, block = self.keep(found), self.ledger.block
+            node = AutogradNode(
+                self.next(), edges, name, block, task, profile.saved, saved, results, attached, factor
+            )
             del found
         if kind == TRANSIENT:
             settle(list(own.values()))

@@ -9,7 +9,8 @@ worst-case profile.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
+from functools import cached_property
 from itertools import groupby
 from math import prod
 from sys import getrefcount
@@ -26,11 +27,18 @@ from passes.ir.redistribution import RedistributionStep
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Local shape, strides (in elements) and dtype of a tensor."""
+    """Local shape, strides (in elements) and dtype of a tensor. Profiles are looked up by forms, so each hashes once."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.shape, self.stride, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def bytes(self) -> int:
@@ -59,12 +67,12 @@ class Form:
         return True
 
 
-class StorageOrigin(Enum):
+class StorageOrigin(IntEnum):
     """The origin of a storage."""
 
-    OWN = "own"  # allocated by the statement
-    OPERAND = "operand"
-    GRADIENT = "gradient"  # of a result, as it comes in
+    OWN = 0  # allocated by the statement
+    OPERAND = 1
+    GRADIENT = 2  # of a result, as it comes in
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +135,17 @@ class OperandGradient:
     form: Form
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BackwardProfile:
     """The backward pass of a statement; `given` has the gradients of the operands that get one."""
 
     events: tuple[Event, ...]
     given: Mapping[int, OperandGradient]
+
+    @cached_property
+    def places(self) -> Mapping[StorageRef, int]:
+        """The storages of the gradients that are given, with the number of gradients in each."""
+        return dict(Counter(item.place for item in self.given.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,12 +446,14 @@ class GraphNode:
 
 @dataclass(eq=False, slots=True)
 class AutogradNode(GraphNode):
-    """A statement of a `block`. `saved` are its saved tensors, `attached` live as long as the node. `factor` is the
-    number of the operand that the gradient of a weight is computed from apart; None for no such product."""
+    """A statement of a `block`. `saved` are its saved tensors, in the storages `places`; `attached` live as long as the
+    node. `factor` is the number of the operand that the gradient of a weight is computed from apart; None for no such
+    product."""
 
     name: str
     block: str
     task: Task
+    places: Sequence[StorageRef | None]
     saved: list[SavedTensor | None]
     results: int
     attached: Sequence[Storage]

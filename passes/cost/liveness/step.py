@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from passes.cost.liveness.backward import run_backward
-from passes.cost.liveness.forward import Forward, Frame
+from passes.cost.liveness.forward import Expressions, Forward, Frame
 from passes.cost.liveness.fsdp_units import FSDPSimulation
 from passes.cost.liveness.graph import (
     ACTIVATIONS,
@@ -85,7 +85,7 @@ class StepSimulation:
     received: Mapping[str, tuple[Form, bool]]
     fsdp: FSDPSimulation
     ledger: Ledger
-    prober: Prober
+    expressions: Expressions
     training: bool
     stays: dict[str, Storage] = field(default_factory=dict)
     parts: list[PartPeak] = field(default_factory=list)
@@ -151,7 +151,7 @@ class StepSimulation:
         if self.training:
             roots = _roots(outputs, sent)
             del sent
-            waiting = run_backward(roots, self.ledger, self.prober, self.fsdp)
+            waiting = run_backward(roots, self.ledger, self.expressions.prober, self.fsdp)
             self._end_part(self.saved, 0 if first else self.left)
             if first and self.batches.defers:
                 self.left = max(0, sum(waiting[kind] for kind in _PASSING) - idle)
@@ -187,7 +187,14 @@ class StepSimulation:
         """Run the forward pass of one micro-batch; returns its outputs by name, and the tensors that it sends."""
         self.ledger.block = BEFORE
         forward = Forward(
-            self.stage, self.ledger, self.prober, self.variables, self.resident, self.fsdp, self.training, self.stays
+            self.stage,
+            self.ledger,
+            self.expressions,
+            self.variables,
+            self.resident,
+            self.fsdp,
+            self.training,
+            self.stays,
         )
         frame = self._frame(inputs, received)
         forward.body(self.stage.body, frame, forward.updated)
@@ -310,7 +317,7 @@ def peak_memory(
         item.name: (_local(item.type, stage.body.layouts[item.name], mesh, item.type.dtype), item.trainable)
         for item in stage.received
     }
-    step = StepSimulation(stage, variables, batches, resident, received, fsdp, ledger, prober, training)
+    step = StepSimulation(stage, variables, batches, resident, received, fsdp, ledger, Expressions(prober), training)
     batch, local = _inputs(stage, stored, batches, ledger, mesh)
     returned = step.run(local)
     if training:

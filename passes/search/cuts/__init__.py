@@ -380,8 +380,9 @@ def best_cuts(
     pipeline = Pipeline(schedule, ranks, stages, micro_batches)
     if len(positions) < stages:
         return None
-    fitting = Fitting(fits, held_together(pipeline.actions, [1.0] * stages))
-    search = _Search(pieces_of(positions, boundaries), pipeline, fitting, effort, below_s)
+    pieces = pieces_of(positions, boundaries)
+    fitting = Fitting(fits, held_together(pipeline.actions, [1.0] * stages), pieces)
+    search = _Search(pieces, pipeline, fitting, effort, below_s)
     busy = _busy_paths(search)
     if not _start(search):
         return None
