@@ -6,7 +6,7 @@ in flight. All schedules and numbers of stages cut that choice (`pipelines`). Wh
 by its bound (`pipeline_bounds`) is not solved, and solutions that could not are pruned.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.cost.cluster import GIB
@@ -32,7 +32,8 @@ _MOST_RANKS = 16
 _MOST_MICRO_BATCHES = 16
 # Zero-bubble schedules are tried where ranks wait for this part of the best step or more.
 _WAITING = 0.01
-# Times that a program is solved again in less memory where no cuts fit, each with this part of the memory before.
+# Times that a program is solved in other memory where no cuts fit, each with this part of the memory before, or halfway
+# to what the program as a whole does not fit in.
 _ATTEMPTS, _LESS = 4, 0.8
 
 
@@ -168,33 +169,32 @@ class _Search:
 
     def consider(self, candidate: _Candidate) -> None:
         """Take the best pipeline of a candidate as the incumbent, if it is better."""
-        hopeless: set[int] = set()
-        uncut: list[_Decisions] = []
-        for in_flight, share in _memories(candidate.asked.ranks):
+        seen: list[_Decisions] = []
+        # Bounds that are known within more memory hold within less.
+        bounds = candidate.subproblems.memo.bounds
+        memories = _memories(candidate.asked.ranks)
+        memory: tuple[int, float] | None = next(memories)
+        while memory is not None:
             pipelines = [pipeline for bound, pipeline in candidate.pipelines if bound < self.limit_s]
             if not pipelines:
                 return
-            if in_flight in hopeless:
-                # There is less in less memory.
-                continue
+            memo = replace(candidate.subproblems.memo, bounds=dict(bounds))
             try:
-                if self._consider(candidate, pipelines, in_flight, share, uncut):
+                own = replace(candidate, subproblems=replace(candidate.subproblems, memo=memo))
+                chosen = self._chosen(own, pipelines, *memory)
+                if chosen is None or self._cut(candidate, pipelines, chosen, seen):
                     return
+                bounds, solved = memo.bounds, True
             except (InfeasibleError, MicroBatchError, ConstraintError) as error:
                 self.errors.append(error)
-                hopeless.add(in_flight)
+                solved = False
+            memory = _sent(memories, solved)
 
-    def _consider(
-        self,
-        candidate: _Candidate,
-        pipelines: Sequence[Staging],
-        in_flight: int,
-        share: float,
-        uncut: list[_Decisions],
-    ) -> bool:
-        """Look for better ones among `pipelines`, with so many micro-batches in flight and this share of the memory of
-        all ranks. Whether nothing is left to look for with other ones. Decisions of which no cuts fit are added to
-        `uncut`, and those that are there are not cut again.
+    def _chosen(
+        self, candidate: _Candidate, pipelines: Sequence[Staging], in_flight: int, share: float
+    ) -> StagedProgram | None:
+        """The decisions for the program as a whole with so many micro-batches in flight, in this share of the memory of
+        all ranks; None where none are better in any of `pipelines`.
 
         Raises InfeasibleError where the program as a whole does not fit.
         """
@@ -214,26 +214,31 @@ class _Search:
             chosen = _chosen(candidate.subproblems, inner, limit_s)
         except InfeasibleError as error:
             raise _lacking(error, space, asked.ranks, in_flight) from None
-        if chosen is None:
-            return True
-        decided = _Decisions.of(chosen[1])
-        if decided in uncut:
+        return None if chosen is None else StagedProgram(*chosen, asked, candidate.bounds, self.simulate)
+
+    def _cut(
+        self,
+        candidate: _Candidate,
+        pipelines: Sequence[Staging],
+        program: StagedProgram,
+        seen: list[_Decisions],
+    ) -> bool:
+        """Look for better cuts of a program into `pipelines`. Whether any fit with its own levels of recompute.
+        Decisions that were `seen` are not cut again."""
+        decided = _Decisions.of(program.choice)
+        if decided in seen:
             return False
-        program = StagedProgram(*chosen, asked, candidate.bounds, self.simulate)
+        seen.append(decided)
         fits = False
         for pipeline in pipelines:
             try:
-                found = staged(program, pipeline, self.limit_s)
-            except (PipelineError, InfeasibleError) as error:
-                self.errors.append(error)
-                continue
+                found, own = staged(program, pipeline, self.limit_s)
+                fits |= own
+                self.best, self.limit_s = (candidate, found), found.seconds.total
             except NotBetterError:
                 fits = True
-                continue
-            fits, self.best = True, (candidate, found)
-            self.limit_s = found.seconds.total
-        if not fits:
-            uncut.append(decided)
+            except (PipelineError, InfeasibleError) as error:
+                self.errors.append(error)
         return fits
 
 
@@ -260,13 +265,26 @@ def _lacking(error: InfeasibleError, space: Space, ranks: int, in_flight: int) -
     )
 
 
-def _memories(ranks: int) -> Iterator[tuple[int, float]]:
+def _memories(ranks: int) -> Generator[tuple[int, float], bool, None]:
     """Pairs that the solver counts for a pipeline of so many ranks: micro-batches in flight, and the part of the memory
-    of all ranks. Of equal stages the first has most in flight; unequal ones have half as many on average. Where neither
-    can be cut so that it fits, less memory is tried."""
-    counts = dict.fromkeys((ranks, (ranks + 1) // 2))
-    yield from ((count, 1.0) for count in counts)
-    yield from ((ranks, _LESS**attempt) for attempt in range(1, _ATTEMPTS))
+    of all ranks. It is sent whether the program as a whole fits in the last one. Of equal stages the first has most in
+    flight; unequal ones have half as many on average. Where neither can be cut so that it fits, less memory is tried,
+    down to what the program as a whole needs."""
+    fits = yield ranks, 1.0
+    if (half := (ranks + 1) // 2) != ranks:
+        yield half, 1.0
+    most, least = 1.0, 0.0
+    for _ in range(1, _ATTEMPTS if fits else 1):
+        share = (most + least) / 2 if least else most * _LESS
+        most, least = (share, least) if (yield ranks, share) else (most, share)
+
+
+def _sent(memories: Generator[tuple[int, float], bool, None], solved: bool) -> tuple[int, float] | None:
+    """The next memory to try; None after the last one."""
+    try:
+        return memories.send(solved)
+    except StopIteration:
+        return None
 
 
 def _chosen(subproblems: Subproblems, inner: Space, limit_s: float) -> tuple[Subproblems, Choice] | None:

@@ -32,10 +32,12 @@ _FEW = ("gpipe",)
 ZERO_BUBBLE = ("zb_h1", "interleaved_zero_bubble", "zbv")
 # Stages of a rank that are tried where their number is not given.
 _PER_RANK = (1, 2)
-# Moves of cuts that are made for stages with levels of recompute of their own, at most.
+# Times that cuts are moved for stages with levels of recompute of their own, at most.
 _MOVES = 8
 # Times that cuts are searched for the seconds that positions take in the cuts before.
 _AGAIN = 3
+# Cuts that are lowered with levels of recompute of their own, at most: the fastest ones by the seconds of positions.
+_LOWERED = 2
 
 
 def offered_pipelines(asked: PipelineChoices, count: int) -> Iterator[Staging]:
@@ -62,20 +64,28 @@ def offered_pipelines(asked: PipelineChoices, count: int) -> Iterator[Staging]:
         yield from (Staging(per_rank * asked.ranks, name, asked.ranks) for name in names)
 
 
-def staged(program: StagedProgram, pipeline: Staging, limit_s: float) -> Found:
-    """A choice in the best cuts, or those that are asked for, for `pipeline`.
+def staged(program: StagedProgram, pipeline: Staging, limit_s: float) -> tuple[Found, bool]:
+    """A choice in the best cuts, or those that are asked for, for `pipeline`, and whether any fit with its own levels
+    of recompute. Where these are free, each stage has the level that its memory needs, if that is faster or if the
+    choice's own does not fit.
 
     Raises PipelineError where it cannot be cut so, InfeasibleError where no cuts fit, and NotBetterError where the step
     takes `limit_s` or more.
     """
-    configuration = program.configured(pipeline.schedule)
+    configuration, cuts = program.configured(pipeline), program.asked.cuts
     check_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages, configuration.micro_batches)
-    cuts = program.asked.cuts
-    starts = program.cuts(pipeline, limit_s) if cuts is None else named_starts(program.whole, cuts)
-    lowered = [_lowered(program, pipeline, starts, ())]
-    if program.trims(configuration):
-        lowered += _trimmed(program, pipeline, starts)
-    return _fastest(program, lowered, limit_s)
+    starts: list[tuple[int, ...]] = []
+    refused: Exception | None = None
+    try:
+        starts.append(program.cuts(pipeline, limit_s) if cuts is None else named_starts(program.whole, cuts))
+    except (InfeasibleError, NotBetterError) as error:
+        refused = error
+    lowered = [_lowered(program, pipeline, each, ()) for each in starts]
+    if program.chooses_recompute:
+        lowered += _trimmed(program, pipeline, starts, limit_s)
+    if not lowered:
+        raise refused or NotBetterError
+    return _fastest(program, lowered, limit_s), not isinstance(refused, InfeasibleError)
 
 
 def _fastest(program: StagedProgram, choices: Sequence[LoweredChoice], limit_s: float) -> Found:
@@ -106,7 +116,7 @@ def _lowered(
     """A choice in the stages that begin at these positions, with a level of recompute for each; () for that of the
     choice."""
     choice, cuts = program.choice, program.asked.cuts
-    configuration = program.configured(pipeline.schedule)
+    configuration = program.configured(pipeline)
     names = tuple(program.positions[start].name for start in starts) if cuts is None else cuts
     of_stages = tuple(tuple(sorted(levels.items())) for levels in recompute)
     if recompute:
@@ -132,36 +142,50 @@ def _check_memory(found: Found, limit: float) -> None:
         )
 
 
-def _trimmed(program: StagedProgram, pipeline: Staging, starts: Sequence[int]) -> Iterator[LoweredChoice]:
-    """The choice in stages of which each recomputes no more than its memory needs, in cuts that are chosen with that.
+def _trimmed(
+    program: StagedProgram, pipeline: Staging, uniform: Sequence[tuple[int, ...]], limit_s: float
+) -> Iterator[LoweredChoice]:
+    """The choice in stages of which each recomputes no more than its memory needs, in cuts that are chosen with that,
+    where these may take less than `limit_s`.
 
-    They begin with the cuts `starts`, which are best with one level for all, and with those that are best without
-    recompute; a cut is moved to the next place as long as the step so gets shorter, by the seconds of positions.
+    They begin with the cuts `uniform`, which are best with one level for all, and with those that are best without
+    recompute, of stages that fit at some level; a cut is moved to the next place as long as the step so gets shorter,
+    by the seconds of positions.
     """
-    levels, begun = StageLevels(program, pipeline), {tuple(starts)}
+    levels, begun = StageLevels(program, pipeline), set(uniform)
     if program.asked.cuts is None:
+        try:
+            begun.add(program.near_cuts(pipeline, limit_s, levels.of_all(levels.none), levels.most))
+        except (InfeasibleError, NotBetterError):
+            # No stages fit at any level, or not even without recompute do they take less.
+            return
+        if begun == set(uniform) and not program.recomputes:
+            return
         with suppress(InfeasibleError, NotBetterError):
-            begun.add(program.cuts(pipeline, float("inf"), levels.without()))
+            begun.add(program.near_cuts(pipeline, float("inf"), levels.of_all(levels.most), levels.most))
         with suppress(InfeasibleError, NotBetterError):
-            again = tuple(starts)
+            again = min(uniform or begun)
             for _ in range(_AGAIN):
-                again = program.cuts(pipeline, float("inf"), levels.pieces(again, levels.levels(again)))
+                again = program.near_cuts(pipeline, float("inf"), levels.near_pieces(again), levels.most)
                 begun.add(again)
-        begun.add(min(_moved(levels, each) for each in sorted(begun))[1])
-    for each in sorted(begun):
+        begun.add(_moved(levels, min(begun, key=lambda each: (levels.step_s(each), each))))
+    timed = sorted((levels.step_s(each), each) for each in begun)
+    for _, each in [item for item in timed if item[0] < limit_s][:_LOWERED]:
         with suppress(InfeasibleError):
             yield _lowered(program, pipeline, each, levels.levels(each))
 
 
-def _moved(levels: StageLevels, starts: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-    """Cuts that no move of one of them improves, or that of `_MOVES` moves, and their step (seconds)."""
-    step_s = levels.step_s(starts)
+def _moved(levels: StageLevels, starts: tuple[int, ...]) -> tuple[int, ...]:
+    """Cuts that no move of some of them improves, or those of `_MOVES` moves."""
+    step_s, path = levels.longest(starts)
     for _ in range(_MOVES):
-        before_s = step_s
-        for bound_s, each in sorted((levels.bound_s(each), each) for each in levels.neighbours(starts)):
+        before = starts
+        bounded = ((levels.bound_s(each, path, step_s), each) for each in levels.neighbours(starts))
+        for bound_s, each in sorted(item for item in bounded if item[0] < step_s):
             if bound_s >= step_s:
                 break
             step_s, starts = min((step_s, starts), (levels.step_s(each), each))
-        if step_s >= before_s:
+        if starts == before:
             break
-    return step_s, starts
+        step_s, path = levels.longest(starts)
+    return starts

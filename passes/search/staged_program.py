@@ -2,7 +2,7 @@
 its positions, and the memory of stages."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,6 +13,9 @@ from passes.cost.pipeline import transfer_s
 from passes.cost.schedules import (
     Held,
     StageSeconds,
+    held_together,
+    messages_held,
+    schedule_actions,
 )
 from passes.cost.step import Phases, phases
 from passes.cost.walk import Prices, statement_seconds
@@ -24,7 +27,7 @@ from passes.lower import finished, whole_code
 from passes.lower.loops import copy_pieces, part_of_copy
 from passes.lower.recompute import levels
 from passes.lower.stages import Crossing, Position, crossings, cut, positions
-from passes.search.cuts import Boundary, NotBetterError, best_cuts
+from passes.search.cuts import Boundary, Fits, NotBetterError, best_cuts
 from passes.search.cuts import Position as Piece
 from passes.search.found import MemorySimulator
 from passes.search.pipeline_bounds import PipelineBounds
@@ -64,47 +67,33 @@ class StagedProgram:
         levels_asked = levels(choice.solution.configuration.recompute, space.recompute or {})
         self.recompute = levels_asked if space.recompute is not None else choice.solution.configuration.recompute
 
-    def configured(self, schedule: str) -> Configuration:
-        """The configuration of the choice in one stage, under a schedule: where gradients of weights are computed
+    def configured(self, pipeline: Staging) -> Configuration:
+        """The configuration of the choice in a pipeline, before it is cut: where gradients of weights are computed
         apart, they are reduced once."""
         configuration = self.choice.solution.configuration
-        configuration = replace(configuration, recompute=self.recompute, pipeline=Staging(schedule=schedule))
+        configuration = replace(configuration, recompute=self.recompute, pipeline=pipeline)
         return replace(configuration, reduce_once=True) if configuration.pipeline.splits else configuration
 
-    def trims(self, configuration: Configuration) -> bool:
-        """Whether stages may recompute less than the choice does."""
-        levels = configuration.recompute.values()
-        return self.space.trains and self.space.recompute is None and any(level != "none" for level in levels)
+    @property
+    def chooses_recompute(self) -> bool:
+        """Whether each stage may have a level of recompute of its own."""
+        return self.space.trains and self.space.recompute is None and bool(self.recompute)
 
-    def cuts(
-        self,
-        pipeline: Staging,
-        limit_s: float,
-        pieces: Sequence[Phases] | None = None,
-    ) -> tuple[int, ...]:
-        """The positions that the stages of the best cuts begin with. Stages of one rank have the same share of its
-        memory. The seconds of positions are `pieces`, if these are given.
+    @property
+    def recomputes(self) -> bool:
+        """Whether the choice recomputes anything."""
+        return any(level != "none" for level in self.recompute.values())
+
+    def cuts(self, pipeline: Staging, limit_s: float) -> tuple[int, ...]:
+        """The positions that the stages of the best cuts begin with, with the levels of recompute of the choice. Stages
+        of one rank have the same share of its memory.
 
         Raises PipelineError where there are fewer boundaries than cuts, InfeasibleError where no cuts fit, and
         NotBetterError where the step takes `limit_s` or more.
         """
-        boundaries = self.boundaries(pipeline.ranks)
-        offered = sum(boundary is not None for boundary in boundaries)
-        if offered < pipeline.stages - 1:
-            raise PipelineError(
-                f"{pipeline.stages} stages are asked for, but the model can be cut at {offered} places: take fewer "
-                "stages"
-            )
-        configuration = self.configured(pipeline.schedule)
-        count = configuration.micro_batches
-        pieces = self._in_equal_stages(configuration, pipeline) if pieces is None else pieces
-        memory = self.memory_of(configuration)
-        memory_limit = self.space.memory_limit * pipeline.ranks / pipeline.stages
-        total = sum(pieces, Phases())
-        # What all ranks do before and after the schedule, on average.
-        schedule_s = limit_s - (total.before + total.after) / pipeline.ranks
-        if self.bounds.staged_s(pipeline, count, total.forward, total.backward + total.weight) >= schedule_s:
-            raise NotBetterError
+        configuration = self.configured(pipeline)
+        pieces = self._in_equal_stages(configuration, pipeline)
+        memory, memory_limit = self.memory_of(configuration), self.memory_limit(pipeline)
         missing: list[float] = []
 
         def fits(first: int, last: int, stage: int, held: Sequence[Held]) -> bool:
@@ -112,6 +101,44 @@ class StagedProgram:
             missing.extend([over] * (over > 0))
             return over <= 0
 
+        found = self._best_cuts(pipeline, limit_s, pieces, fits)
+        if found is None:
+            least = min(missing, default=0.0)
+            raise InfeasibleError(
+                f"{_no_cuts(pipeline, memory_limit)}: {least / GIB:.3g} GiB are missing at least", least
+            )
+        return found
+
+    def near_cuts(
+        self, pipeline: Staging, limit_s: float, pieces: Sequence[Phases], recompute: Mapping[str, str]
+    ) -> tuple[int, ...]:
+        """The positions that the stages of the best cuts begin with, by the seconds `pieces` of each, and about the
+        bytes that stages take with the levels `recompute`. Raises as `cuts`."""
+        configuration, memory_limit = self.configured(pipeline), self.memory_limit(pipeline)
+        memory = self.memory_of(replace(configuration, recompute=recompute))
+        found = self._best_cuts(
+            pipeline, limit_s, pieces, lambda first, last, _, held: memory.near_bytes(first, last, held) <= memory_limit
+        )
+        if found is None:
+            raise InfeasibleError(_no_cuts(pipeline, memory_limit), 0.0)
+        return found
+
+    def _best_cuts(
+        self, pipeline: Staging, limit_s: float, pieces: Sequence[Phases], fits: Fits
+    ) -> tuple[int, ...] | None:
+        """The best cuts of stages that fit; None where there are none."""
+        boundaries = self.boundaries(pipeline.ranks)
+        offered = sum(boundary is not None for boundary in boundaries)
+        if offered < pipeline.stages - 1:
+            raise PipelineError(
+                f"{pipeline.stages} stages are asked for, but the model can be cut at {offered} places: take fewer "
+                "stages"
+            )
+        count, total = self.choice.solution.configuration.micro_batches, sum(pieces, Phases())
+        # What all ranks do before and after the schedule, on average.
+        schedule_s = limit_s - (total.before + total.after) / pipeline.ranks
+        if self.bounds.staged_s(pipeline, count, total.forward, total.backward + total.weight) >= schedule_s:
+            raise NotBetterError
         found = best_cuts(
             [Piece(StageSeconds(own.forward, own.backward, own.weight)) for own in pieces],
             boundaries,
@@ -123,19 +150,19 @@ class StagedProgram:
             _EFFORT,
             schedule_s,
         )
-        if found is None:
-            raise InfeasibleError(
-                f"no cuts into {pipeline.stages} stages fit the memory limit of {memory_limit / GIB:.3g} "
-                f"GiB per device: {min(missing, default=0.0) / GIB:.3g} GiB are missing at least",
-                min(missing, default=0.0),
-            )
-        return found.starts
+        return None if found is None else found.starts
+
+    def memory_limit(self, pipeline: Staging) -> float:
+        """The bytes that a stage may take: stages of one rank have the same share."""
+        return self.space.memory_limit * pipeline.ranks / pipeline.stages
 
     def memory_of(self, configuration: Configuration) -> StageMemory:
-        """The memory of stages; that of all schedules which compute gradients of weights apart is the same, and that of
-        all others."""
+        """The memory of stages; that of schedules is the same which compute gradients of weights alike, and hold as
+        many messages."""
         found = StageMemory(self.positions, partial(self._peaks, configuration))
-        key = configuration.pipeline.splits, tuple(sorted(configuration.recompute.items()))
+        pipeline = configuration.pipeline
+        messages = messages_held(pipeline.schedule, pipeline.ranks, configuration.micro_batches)
+        key = pipeline.splits, messages, tuple(sorted(configuration.recompute.items()))
         return self._memory.setdefault(key, found)
 
     def _in_equal_stages(self, configuration: Configuration, pipeline: Staging) -> list[Phases]:
@@ -249,3 +276,13 @@ class StagedProgram:
         with self.clock("memory"):
             (peaks,) = self.simulate(Lowered(self.folded.program, stages), variables, self.micro, configuration)
         return peaks
+
+
+def held_in(pipeline: Staging, micro_batches: int) -> tuple[tuple[Held, ...], ...]:
+    """The micro-batches that hold tensors in each stage of a pipeline."""
+    actions = schedule_actions(pipeline.schedule, pipeline.ranks, pipeline.stages, micro_batches)
+    return held_together(actions, [1.0] * pipeline.stages)
+
+
+def _no_cuts(pipeline: Staging, memory_limit: float) -> str:
+    return f"no cuts into {pipeline.stages} stages fit the memory limit of {memory_limit / GIB:.3g} GiB per device"

@@ -1,6 +1,7 @@
 """Stock models in pipeline stages on gloo ranks equal themselves on one device: outputs, loss and every gradient."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from transformers import (
 import autopar
 from autopar import Pipeline
 from autopar.testing import compare
+from passes.lower.stages import named_starts
+from passes.search.pipelines import staged
 from tests.architectures import ARCHITECTURES
 from tests.autopar.comparing import TOLERANCE
 from tests.models import MODELS, gpt2, gpt_oss, llama, t5, tokens
@@ -312,6 +315,46 @@ def test_decisions_are_not_cut_twice(monkeypatch):
     with pytest.raises(autopar.InfeasibleError, match="no cuts fit"):
         planned({"pp": 2}, micro_batches=4, pipeline=Pipeline(virtual_stages=1))
     assert len(tried) == 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1", "gpipe"])
+def test_cuts_are_chosen_by_the_bytes_of_the_plan(schedule, monkeypatch):
+    """The bytes of stages by which cuts and recompute are chosen are those that the plan says."""
+    compared = []
+
+    def compare_bytes(program, pipeline, limit_s):
+        found, fits = staged(program, pipeline, limit_s)
+        run = found.configuration.pipeline
+        starts = named_starts(program.whole, run.cuts)
+        ends = zip((0, *starts), (*starts, len(program.positions)), strict=True)
+        for number, (first, last) in enumerate(ends):
+            levels = dict(run.recompute[number]) if run.recompute else found.configuration.recompute
+            memory = program.memory_of(replace(program.configured(pipeline), recompute=levels))
+            peaks = memory.simulate(first, last)
+            compared.append((peaks.bytes_with(found.step.held[number]), found.memory[number].peak))
+        return found, fits
+
+    monkeypatch.setattr("passes.search.pipeline_search.staged", compare_bytes)
+    limit = 0.85 * sum(planned({"pp": 4}, micro_batches=8, recompute="none").programs["train"].memory.values())
+    compared.clear()
+    asked = Pipeline(schedule=schedule)
+    program = planned({"pp": 4}, micro_batches=8, memory_limit=limit, pipeline=asked).programs["train"]
+    assert len(compared) >= len(program.stages)
+    assert all(chosen == said for chosen, said in compared)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_more_memory_is_not_slower(schedule):
+    """What fits in less memory fits in more, and is no slower there, where stages have to recompute."""
+    model, asked = large(), Pipeline(schedule=schedule)
+    free = planned({"pp": 4}, model, micro_batches=8, recompute="none", pipeline=asked).programs["train"]
+    peak = sum(free.memory.values())
+    steps = [
+        planned({"pp": 4}, model, micro_batches=8, memory_limit=part * peak, pipeline=asked).programs["train"].step_s
+        for part in (0.8, 0.85, 0.9, 1.0)
+    ]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > steps[-1]
 
 
 @SLOW

@@ -237,9 +237,7 @@ class Forward:
             attached = [place_of(place, own, storages) for place in profile.attached]
             edges = [item.edge for item in operands]
             saved, block = self.keep(found), self.ledger.block
-            node = AutogradNode(
-                self.next(), edges, name, block, task, profile.saved, saved, results, attached, factor
-            )
+            node = AutogradNode(self.next(), edges, name, block, task, profile.saved, saved, results, attached, factor)
             del found
         if kind == TRANSIENT:
             settle(list(own.values()))

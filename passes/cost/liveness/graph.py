@@ -27,7 +27,7 @@ from passes.ir.redistribution import RedistributionStep
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Local shape, strides (in elements) and dtype of a tensor. Profiles are looked up by forms, so each hashes once."""
+    """Local shape, strides (in elements) and dtype of a tensor. Profiles are looked up by forms, which hash once."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -25,8 +25,11 @@ from passes.search.cuts.table import Sweep, Table, all_cuts
 __all__ = [
     "Boundary",
     "Cuts",
+    "Fits",
     "LeastStep",
     "NotBetterError",
+    "Path",
+    "Pipeline",
     "Position",
     "best_cuts",
     "least_step",

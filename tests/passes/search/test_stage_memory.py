@@ -35,6 +35,30 @@ class Peaks:
         return stored + max(max(count * pieces * 1.5 + 7.0, 30.0 * (pieces > 0) + count) for count in counts)
 
 
+@dataclass(frozen=True)
+class Bent:
+    """Bytes that grow ever faster with the positions of a stage."""
+
+    first: int
+    last: int
+
+    def bytes_with(self, held: Sequence[Held]) -> float:
+        """The most bytes."""
+        return float((self.last - self.first) ** 3)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A byte for each position of a stage, and a few more where it begins within a layer."""
+
+    first: int
+    last: int
+
+    def bytes_with(self, held: Sequence[Held]) -> float:
+        """The most bytes."""
+        return self.last - self.first + 9.0 * (POSITIONS[self.first].inside.start > 0)
+
+
 def peak(first: int, last: int, held: Sequence[Held]) -> float:
     """The most bytes of a stage."""
     return Peaks(first, last).bytes_with(held)
@@ -71,3 +95,37 @@ def test_excess_is_at_most_the_simulators():
         for held in (*plain(8, 1, 4), *APART):
             stage = 1, last, held
             assert memory.excess(*stage, 150.0) <= peak(*stage) - 150.0 or peak(*stage) <= 150.0
+
+
+def test_near_bytes_are_those_of_a_line():
+    """The bytes of stages that are linear in their pieces of layers are found from three stages, whatever piece they
+    begin with."""
+    memory = StageMemory(POSITIONS, Peaks)
+    held = plain(4)[0]
+    known = [(1, 9), (2, 11), (3, 13)]
+    for first, last in known:
+        assert memory.near_bytes(first, last, held) == peak(first, last, held)
+    for first in range(1, 20):
+        for last in range(first + 8, len(POSITIONS) - 1, 3):
+            assert memory.near_bytes(first, last, held) == pytest.approx(peak(first, last, held))
+    assert memory.asked == len(known)
+
+
+def test_near_bytes_stay_within_bounds():
+    """Where a line misses, the bytes are no less than those of a stage within it, and no more than those of one that
+    holds it."""
+    memory = StageMemory(POSITIONS, Bent)
+    held = plain(1)[0]
+    known = {(first, last): memory.near_bytes(first, last, held) for first, last in ((1, 9), (2, 11), (1, 31), (1, 41))}
+    asked = memory.asked
+    for last in range(11, 31, 2):
+        assert known[1, 9] <= memory.near_bytes(1, last, held) <= known[1, 31]
+    assert memory.asked == asked
+
+
+def test_stages_that_begin_within_a_layer_are_others():
+    """A stage that begins in the middle of a layer is not taken for one that begins with it, with as many pieces."""
+    memory = StageMemory(POSITIONS, Ragged)
+    held = plain(1)[0]
+    assert [memory.excess(first, first + 8, held, 0.0) for first in (1, 2, 3, 4)] == [8.0, 17.0, 8.0, 17.0]
+    assert memory.asked == 2
