@@ -9,7 +9,7 @@ seconds of one on n/p devices, of which the busiest rank has 1/p. For m >= p tha
 the same bytes and multiplications with results that are no larger; for m < p one micro-batch passes all stages.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import NamedTuple
@@ -29,11 +29,12 @@ from passes.rules import find_rule
 @dataclass(frozen=True)
 class LeastWork:
     """Lower bounds on the seconds of one pass of a program on the busiest of so many devices: of all ops forward and
-    backward, and both of the longest op."""
+    backward, both of the longest op, and of each op in one copy of its region forward."""
 
     forward_s: float
     backward_s: float
     longest_s: float
+    ops_s: Mapping[str, float]
 
 
 def least_work(folded: Folded, cluster: Cluster, devices: int) -> LeastWork:
@@ -44,6 +45,7 @@ def least_work(folded: Folded, cluster: Cluster, devices: int) -> LeastWork:
         sum(count * least.forward_s for count, least in runs),
         sum(count * least.backward_s for count, least in runs),
         max((sum(least) for _, least in runs), default=0.0),
+        {key: least.forward_s for key, least in by_op.items()},
     )
 
 

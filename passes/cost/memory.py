@@ -331,6 +331,23 @@ class MemoryModel:
             sizes[item.range] += item.size.value if isinstance(item.size, Figure) else item.size
         return self.fractions.totals(sizes)
 
+    def least_totals(self) -> Floats:
+        """The least bytes of each node and each saved tensor by itself, at each point."""
+        found = np.zeros(len(self.points))
+        for size in self.nodes:
+            if len(size.ranges):
+                found += (self.fractions.of(size.ranges) @ _distinct(size.sizes)).min(axis=1)
+        for group, saving in zip(self.groups, self.saved, strict=True):
+            if saving and group.source is not None:
+                # Few ranges hold the source in all its layouts: of each the smallest layout counts.
+                ranges, layouts = np.unique(group.source, axis=1, return_inverse=True)
+                smallest = np.full(ranges.shape[1], np.inf)
+                np.minimum.at(smallest, layouts.ravel(), group.source_bytes)
+                live = self.fractions.of(ranges.ravel()).reshape(len(found), *ranges.shape).sum(axis=1)
+                target = self.fractions.of(group.target).sum(axis=1) * group.target_bytes.min()
+                found += np.minimum((live * smallest).min(axis=1), target)
+        return found
+
     def use(self, allocations: Sequence[Allocation], states: int) -> MemoryUse:
         """The bytes at the peak; `states` is the number of tensors that the optimizer keeps per parameter."""
         point = int(self.totals(allocations).argmax())
@@ -344,6 +361,12 @@ class MemoryModel:
             if part:
                 live[item.kind] = live.get(item.kind, 0.0) + part * item.size
         return memory_by_kind(live, optimizer, self.points[point].name)
+
+
+def _distinct(sizes: Floats) -> Floats:
+    """The different columns of `sizes`: many strategies take the same bytes."""
+    ordered = sizes[:, np.lexsort(sizes)]
+    return ordered[:, np.append(True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0))]
 
 
 def memory_by_kind(live: dict[str, float], optimizer: float, moment: str) -> MemoryUse:

@@ -11,7 +11,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.lower.recompute import levels
 from passes.micro_batches import batch_size
-from passes.search.space import Space
+from passes.search.space import Space, levels_of
 
 # The pipelines that may be chosen.
 PIPELINES = (Staging(),)
@@ -45,7 +45,8 @@ def relaxed_configuration(space: Space, mesh: Mesh, count: int, folded: Folded) 
     """The configuration of `count` micro-batches that is fastest where memory is not limited: no recompute that was not
     asked for, parameters gathered and gradients reduced once. Its step time without memory limit must be a lower
     bound on that of all `limited_configurations` of as many micro-batches, whatever their pipeline."""
-    *_, recompute = _recompute_levels(space, folded)
+    every = list(_recompute_levels(space, folded))
+    recompute = {name: min((each[name] for each in every), key=RECOMPUTE.index) for name in every[0]}
     *_, stage = _zero_stages(space, count)
     staging = Staging(in_flight=space.in_flight)
     return Configuration(mesh, count, recompute, *zero_timing(stage, count), staging, space.zero)
@@ -171,6 +172,10 @@ def _levels_of_some(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]
 
 def _recompute_levels(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]:
     """The level of recompute of each region, those that take least memory first."""
+    yield from (each for each in _all_recompute_levels(space, folded) if levels_of(each) not in space.refused)
+
+
+def _all_recompute_levels(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]:
     if _is_recompute_given(space):
         counts = {region.name: region.count for region in folded.regions}
         yield {name: over(level, counts[name]) for name, level in levels(counts, space.recompute or {}).items()}

@@ -1,4 +1,4 @@
-"""Lower bounds on the steps of pipelines, before anything is solved for them.
+"""Lower bounds on the steps and the bytes of pipelines, before anything is solved for them.
 
 A rank computes, and waits. Its computation is at least that of the whole program without communication, shared by all
 ranks (`cost.bound`); a step of so many seconds in all stages takes at least as long as if the program could be cut
@@ -6,13 +6,27 @@ anywhere (`cuts.continuous`); and the rank with the longest op runs that in ever
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from passes.cost.bound import LeastWork, least_once_s, least_work
 from passes.cost.schedules import check_schedule
-from passes.ir.configuration import Staging
+from passes.ir.configuration import Configuration, Staging
+from passes.rules.cheap import Cheap
+from passes.search.configurations import limited_configurations
 from passes.search.cuts import LeastStep, least_step, simple_least_step
+from passes.search.least_memory import LeastMemory
+from passes.search.recomputing import RecomputeBounds
+from passes.search.space import Levels, Space, levels_of
 from passes.search.subproblems import Subproblems
+
+
+class Bounded(NamedTuple):
+    """A space without what cannot be chosen, None where nothing is left; and the fewest bytes that are missing for what
+    is fast enough, 0 where none are."""
+
+    space: Space | None
+    missing: float
 
 
 @dataclass
@@ -21,6 +35,7 @@ class PipelineBounds:
     kept: of one micro-batch by their number, of the whole batch by the ranks, and by pipeline and number."""
 
     subproblems: Subproblems
+    memory: LeastMemory
     work: dict[int, LeastWork] = field(default_factory=dict)
     whole: dict[int, LeastWork] = field(default_factory=dict)
     steps: dict[tuple[Staging, int], LeastStep] = field(default_factory=dict)
@@ -58,6 +73,39 @@ class PipelineBounds:
         counts as far as the bound has every pass more often than m/p times, for m micro-batches.
         """
         return max(pipeline.ranks * (limit_s - self._waiting_s(pipeline, count)) for pipeline in pipelines)
+
+    def bounded(self, whole: Space, limit_s: float) -> Bounded:
+        """The space `whole` of the program as a whole, without levels of recompute whose least seconds are `limit_s` or
+        more, or whose least bytes do not fit."""
+        count = whole.micro_batches
+        assert count is not None, "the number is given"
+        folded, least = self.subproblems.programs.given(count).folded, self._at_levels(count)
+        offered: dict[Levels, Configuration] = {}
+        for each in limited_configurations(whole, whole.mesh, count, folded):
+            # The first stage of ZeRO takes least memory.
+            offered.setdefault(levels_of(each.recompute), each)
+        fast = {levels: each for levels, each in offered.items() if least.of(each) < limit_s}
+        over = {levels: self.memory.bytes(each) - whole.memory_limit for levels, each in fast.items()}
+        fitting = {levels for levels, missing in over.items() if missing <= 0}
+        space = replace(whole, refused=frozenset(offered.keys() - fitting)) if fitting else None
+        return Bounded(space, min((missing for missing in over.values() if missing > 0), default=0.0))
+
+    def _at_levels(self, count: int) -> RecomputeBounds:
+        """Bounds on the seconds of the program as a whole at each level of recompute. Ops that are cheap in some of
+        their local forms alone count in none."""
+        program, work = self.subproblems.programs.given(count), self._work(count)
+        regions, analysis = program.folded.regions, program.analysis
+        cheap = {key for key, how in analysis.cheap.items() if how is Cheap.ALWAYS}
+        again = {"full": work.ops_s.keys(), "ops": cheap | analysis.second, "selective": cheap}
+        added = {
+            (region.name, level): count
+            * region.count
+            * sum(work.ops_s.get(op.key, 0.0) for op in region.ops if op.key in keys)
+            for region in regions
+            for level, keys in again.items()
+        }
+        every_s = count * (work.forward_s + work.backward_s)
+        return RecomputeBounds(every_s, added, {region.name: region.count for region in regions})
 
     def _waiting_s(self, pipeline: Staging, count: int) -> float:
         least, work, share = self._least_step(pipeline, count), self._work(count), count / pipeline.ranks

@@ -20,6 +20,7 @@ from passes.search.choosing import searched
 from passes.search.configurations import micro_batch_counts
 from passes.search.cuts import NotBetterError
 from passes.search.found import Found, MemorySimulator
+from passes.search.least_memory import LeastMemory
 from passes.search.pipeline_bounds import PipelineBounds
 from passes.search.pipelines import ZERO_BUBBLE, offered_pipelines, staged
 from passes.search.space import PipelineChoices, Space
@@ -101,7 +102,7 @@ class _Decisions:
 def _candidates(subproblems: Subproblems, asked: PipelineChoices, search: "_Search") -> Iterator[_Candidate]:
     """All pipelines that are tried and may take less than the limit, by ranks and micro-batches; `search` takes the
     errors of others."""
-    space = subproblems.space
+    space, memory = subproblems.space, LeastMemory(subproblems)
     sizes = [asked.ranks]
     if space.any_shape:
         sizes = [ranks for ranks in range(2, _MOST_RANKS + 1) if space.mesh.size % ranks == 0]
@@ -112,7 +113,7 @@ def _candidates(subproblems: Subproblems, asked: PipelineChoices, search: "_Sear
         own = replace(asked, ranks=ranks)
         mesh = Mesh(space.mesh.names, (space.mesh.size // ranks,)) if space.any_shape else space.mesh
         staged = replace(subproblems.over(replace(space, mesh=mesh)), memo=Memo())
-        bounds = PipelineBounds(staged)
+        bounds = PipelineBounds(staged, memory)
         for count in _counts(staged, own):
             if count == 1 and not asked.required:
                 # What cannot be split has no loss, or nothing to gain.
@@ -194,9 +195,9 @@ class _Search:
         self, candidate: _Candidate, pipelines: Sequence[Staging], in_flight: int, share: float
     ) -> StagedProgram | None:
         """The decisions for the program as a whole with so many micro-batches in flight, in this share of the memory of
-        all ranks; None where none are better in any of `pipelines`.
+        all ranks; None where none are better in any of `pipelines`, whatever the memory.
 
-        Raises InfeasibleError where the program as a whole does not fit.
+        Raises InfeasibleError where those that may be better do not fit.
         """
         asked, space = candidate.asked, candidate.subproblems.space
         inner = replace(
@@ -210,10 +211,13 @@ class _Search:
             near=candidate.near,
         )
         limit_s = candidate.bounds.whole_s(pipelines, candidate.count, self.limit_s)
+        bounded = candidate.bounds.bounded(inner, limit_s)
         try:
-            chosen = _chosen(candidate.subproblems, inner, limit_s)
+            chosen = None if bounded.space is None else _chosen(candidate.subproblems, bounded.space, limit_s)
         except InfeasibleError as error:
-            raise _lacking(error, space, asked.ranks, in_flight) from None
+            raise _lacking(error.missing, space, asked.ranks, in_flight) from None
+        if chosen is None and bounded.missing:
+            raise _lacking(bounded.missing, space, asked.ranks, in_flight)
         return None if chosen is None else StagedProgram(*chosen, asked, candidate.bounds, self.simulate)
 
     def _cut(
@@ -255,13 +259,14 @@ def _counts(subproblems: Subproblems, asked: PipelineChoices) -> list[int]:
     return enough or known[-1:]
 
 
-def _lacking(error: InfeasibleError, space: Space, ranks: int, in_flight: int) -> InfeasibleError:
-    """The refusal of a program as a whole, in the memory of all ranks of a pipeline, in terms of one of them."""
+def _lacking(missing: float, space: Space, ranks: int, in_flight: int) -> InfeasibleError:
+    """The refusal of a program as a whole that lacks so many bytes in the memory of all ranks of a pipeline, in terms
+    of one of them."""
     return InfeasibleError(
         f"no pipeline over {ranks} ranks fits the memory limit of {space.memory_limit / GIB:.3g} GiB per device: with "
-        f"{in_flight} micro-batches in flight these lack {error.missing / GIB:.3g} GiB together; take more devices, "
+        f"{in_flight} micro-batches in flight these lack {missing / GIB:.3g} GiB together; take more devices, "
         "smaller micro-batches, or raise the limit",
-        error.missing / ranks,
+        missing / ranks,
     )
 
 

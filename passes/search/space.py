@@ -14,6 +14,14 @@ from passes.lower import Casts
 from passes.rules.strategies import AllowedMethods
 from passes.strategies import Setting
 
+# The levels of recompute of all regions, by their names.
+Levels = tuple[tuple[str, str], ...]
+
+
+def levels_of(recompute: Mapping[str, str]) -> Levels:
+    """Levels of recompute as a key."""
+    return tuple(sorted(recompute.items()))
+
 
 @dataclass(frozen=True)
 class PipelineChoices:
@@ -45,7 +53,7 @@ class Space:
     - `pipeline`: None for one stage. `in_flight` are the micro-batches whose saved tensors are counted at a time.
     - `couples`: terms of the loss that couple samples are computed in each micro-batch for its own.
     - `some_copies`: whether recompute of some copies of a region may be offered, where `recompute` is to be chosen;
-      `divides_copies`: whether it is.
+      `divides_copies`: whether it is. `refused` are levels of all copies that are not offered.
     - `near`: with a free shape, whether meshes of more than two axes near the best choice are searched.
     - `in_stripes`: whether methods are offered in stripes too, on each axis by itself; where something is decided, they
       are in any case. `together`: numbers of ranks of several axes that may be in stripes together.
@@ -72,6 +80,7 @@ class Space:
     near: bool = True
     some_copies: bool = True
     divides_copies: bool = False
+    refused: frozenset[Levels] = frozenset()
 
     @property
     def optimizer(self) -> Optimizer:

@@ -220,7 +220,7 @@ class Instance:
 
 def refuse_if_hopeless(instance: Instance) -> None:
     """Raise InfeasibleError if the sum of the least bytes of each node and each saved tensor does not fit."""
-    least = _least(instance, int(_least_at_all(instance).argmax()))
+    least = _least(instance, int(instance.bytes.least_totals().argmax()))
     if least.peak > instance.limits.memory:
         raise infeasible(instance.limits, least, "at least ")
 
@@ -241,31 +241,6 @@ def smallest(instance: Instance, multipliers: Multipliers) -> MemoryUse:
     """The memory of a choice that minimizes bytes, at the multipliers of each point."""
     dear = replace(multipliers, bytes=[max(1e6 * price, 1e-30) for price in multipliers.bytes])
     return instance.use(instance.cheapest(optimum(instance.relaxed(dear)).picks, dear))
-
-
-def _least_at_all(instance: Instance) -> Floats:
-    """The bytes of `_least` at each point."""
-    fractions = instance.bytes.fractions
-    found = np.zeros(len(fractions))
-    for size in instance.bytes.nodes:
-        if len(size.ranges):
-            found += (fractions.of(size.ranges) @ _distinct(size.sizes)).min(axis=1)
-    for group, saving in zip(instance.bytes.groups, instance.bytes.saved, strict=True):
-        if saving and group.source is not None:
-            # Few ranges hold the source in all its layouts: of each the smallest layout counts.
-            ranges, layouts = np.unique(group.source, axis=1, return_inverse=True)
-            smallest = np.full(ranges.shape[1], np.inf)
-            np.minimum.at(smallest, layouts.ravel(), group.source_bytes)
-            live = fractions.of(ranges.ravel()).reshape(len(found), *ranges.shape).sum(axis=1)
-            target = fractions.of(group.target).sum(axis=1) * group.target_bytes.min()
-            found += np.minimum((live * smallest).min(axis=1), target)
-    return found
-
-
-def _distinct(sizes: Floats) -> Floats:
-    """The different columns of `sizes`: many strategies take the same bytes."""
-    ordered = sizes[:, np.lexsort(sizes)]
-    return ordered[:, np.append(True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0))]
 
 
 def _least(instance: Instance, point: int) -> MemoryUse:

@@ -25,7 +25,9 @@ import autopar
 from autopar import Pipeline
 from autopar.testing import compare
 from passes.lower.stages import named_starts
+from passes.search.pipeline_bounds import Bounded, PipelineBounds
 from passes.search.pipelines import staged
+from passes.search.space import Space
 from tests.architectures import ARCHITECTURES
 from tests.autopar.comparing import TOLERANCE
 from tests.models import MODELS, gpt2, gpt_oss, llama, t5, tokens
@@ -355,6 +357,28 @@ def test_more_memory_is_not_slower(schedule):
     ]
     assert steps == sorted(steps, reverse=True)
     assert steps[0] > steps[-1]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_bounds_before_solving_lose_no_plan(share, monkeypatch):
+    """Levels of recompute that are excluded before anything is solved are in no plan that is found without that."""
+    model, samples, refused, bounded = large(), batch(64, 1024), [], PipelineBounds.bounded
+
+    options = {"cluster": "h100", "pipeline": "auto"}
+    free = autopar.plan(model, {"pp": 2, "dp": 2}, samples, **options, micro_batches=8, recompute="none")
+    options["memory_limit"] = share * sum(free.programs["train"].memory.values())
+
+    def watched(bounds: PipelineBounds, whole: Space, limit_s: float) -> Bounded:
+        found = bounded(bounds, whole, limit_s)
+        refused.append(found.space is None or found.space.refused)
+        return found
+
+    monkeypatch.setattr(PipelineBounds, "bounded", watched)
+    first = autopar.plan(model, {"pp": 2, "dp": 2}, samples, **options)
+    assert any(refused)
+    monkeypatch.setattr(PipelineBounds, "bounded", lambda _, whole, __: Bounded(whole, 0.0))
+    second = autopar.plan(model, {"pp": 2, "dp": 2}, samples, **options)
+    assert second.programs["train"].step_s == first.programs["train"].step_s
 
 
 @SLOW

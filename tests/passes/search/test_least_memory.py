@@ -1,0 +1,58 @@
+"""Lower bounds on bytes hold for all strategies on meshes of any shape."""
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.models.info import read_model, tracing
+from autopar.options import Options
+from autopar.request import make_request
+from passes.capture import capture
+from passes.clock import Clock
+from passes.cost.cluster import CLUSTERS
+from passes.ir.decisions import Decisions
+from passes.ir.mesh import Mesh
+from passes.normalize import normalize
+from passes.search.configurations import limited_configurations
+from passes.search.least_memory import LeastMemory
+from passes.search.subproblems import MicroBatchPrograms, Subproblems
+from tests.architectures import ARCHITECTURES
+
+FAST = (
+    "llama", "gemma2", "gpt2", "bloom", "deepseek_v3-grouped_mm", "gpt_oss-batched_mm", "t5", "vit",
+)  # fmt: skip
+MESHES = (Mesh(("a",), (2,)), Mesh(("a", "b"), (2, 4)), Mesh(("a", "b"), (3, 2)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FAST else pytest.mark.slow)
+        for name, item in ARCHITECTURES.items()
+        if not item.extra
+    ],
+)
+def test_no_strategies_take_less(name: str) -> None:
+    """At every level of recompute and ZeRO stage, with one micro-batch in flight and with three."""
+    stock = ARCHITECTURES[name]
+    model, inputs = stock.make(), stock.inputs(12)
+    request = make_request(2, Options(cluster=CLUSTERS["h100"]))
+    info = read_model(model, inputs, request)
+    program = normalize(capture(model, info.inputs, tracing(model, info, request, "train")))
+    given = request.space(info.casts(request.precision), Decisions())
+    parts = []
+    for in_flight in (1, 3):
+        space = replace(given, any_shape=False, in_flight=in_flight)
+        subproblems = Subproblems(MicroBatchPrograms(program, space, Clock()), space, Clock(), float("inf"))
+        least = LeastMemory(subproblems)
+        count = 1 if subproblems.programs.of(4, is_given=False) is None else 4
+        for mesh in MESHES:
+            relaxed = subproblems.relaxed(mesh, count)
+            assert relaxed is not None
+            for configuration in limited_configurations(space, mesh, count, relaxed.program.folded):
+                every = subproblems.limited(relaxed, configuration).solver.instance.every
+                taken, bound = float(every.least_totals().max()), least.bytes(configuration)
+                assert bound <= taken * (1 + 1e-9), configuration
+                parts.append(bound / taken)
+    # It is near to what is taken where all of the tensors can be split.
+    assert max(parts) > 0.5
