@@ -46,10 +46,15 @@ def relaxed_configuration(space: Space, mesh: Mesh, count: int, folded: Folded) 
     asked for, parameters gathered and gradients reduced once. Its step time without memory limit must be a lower
     bound on that of all `limited_configurations` of as many micro-batches, whatever their pipeline."""
     every = list(_recompute_levels(space, folded))
-    recompute = {name: min((each[name] for each in every), key=RECOMPUTE.index) for name in every[0]}
+    recompute = {name: min((each[name] for each in every), key=_kept) for name in every[0]}
     *_, stage = _zero_stages(space, count)
     staging = Staging(in_flight=space.in_flight)
     return Configuration(mesh, count, recompute, *zero_timing(stage, count), staging, space.zero)
+
+
+def _kept(level: str) -> int:
+    """The place of a level of recompute among those that keep ever less."""
+    return RECOMPUTE.index(level_of(level).rest)
 
 
 def _zero_stages(space: Space, count: int) -> tuple[int, ...]:

@@ -72,20 +72,31 @@ def staged(program: StagedProgram, pipeline: Staging, limit_s: float) -> tuple[F
     Raises PipelineError where it cannot be cut so, InfeasibleError where no cuts fit, and NotBetterError where the step
     takes `limit_s` or more.
     """
-    configuration, cuts = program.configured(pipeline), program.asked.cuts
+    configuration = program.configured(pipeline)
     check_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages, configuration.micro_batches)
     starts: list[tuple[int, ...]] = []
     refused: Exception | None = None
     try:
-        starts.append(program.cuts(pipeline, limit_s) if cuts is None else named_starts(program.whole, cuts))
+        starts.append(_uniform(program, pipeline, limit_s))
     except (InfeasibleError, NotBetterError) as error:
         refused = error
-    lowered = [_lowered(program, pipeline, each, ()) for each in starts]
     if program.chooses_recompute:
-        lowered += _trimmed(program, pipeline, starts, limit_s)
+        lowered = list(_trimmed(program, pipeline, starts, limit_s))
+    else:
+        lowered = [_lowered(program, pipeline, each, ()) for each in starts]
     if not lowered:
         raise refused or NotBetterError
     return _fastest(program, lowered, limit_s), not isinstance(refused, InfeasibleError)
+
+
+def _uniform(program: StagedProgram, pipeline: Staging, limit_s: float) -> tuple[int, ...]:
+    """The cuts that are asked for, or those that are best where all stages have the levels of recompute of the choice.
+    Raises as `StagedProgram.cuts`."""
+    if program.asked.cuts is not None:
+        return named_starts(program.whole, program.asked.cuts)
+    if program.chooses_recompute:
+        return program.near_cuts(pipeline, limit_s, program.in_equal_stages(pipeline), program.recompute)
+    return program.cuts(pipeline, limit_s)
 
 
 def _fastest(program: StagedProgram, choices: Sequence[LoweredChoice], limit_s: float) -> Found:
@@ -119,7 +130,9 @@ def _lowered(
     configuration = program.configured(pipeline)
     names = tuple(program.positions[start].name for start in starts) if cuts is None else cuts
     of_stages = tuple(tuple(sorted(levels.items())) for levels in recompute)
-    if recompute:
+    if recompute and len(set(of_stages)) == 1:
+        configuration, of_stages = replace(configuration, recompute=recompute[0]), ()
+    elif recompute:
         configuration = replace(configuration, recompute=of_all(recompute))
     own = replace(configuration, pipeline=replace(pipeline, cuts=names, recompute=of_stages))
     solution, chosen = replace(choice.solution, configuration=own), choice.subproblem
@@ -158,8 +171,6 @@ def _trimmed(
             begun.add(program.near_cuts(pipeline, limit_s, levels.of_all(levels.none), levels.most))
         except (InfeasibleError, NotBetterError):
             # No stages fit at any level, or not even without recompute do they take less.
-            return
-        if begun == set(uniform) and not program.recomputes:
             return
         with suppress(InfeasibleError, NotBetterError):
             begun.add(program.near_cuts(pipeline, float("inf"), levels.of_all(levels.most), levels.most))

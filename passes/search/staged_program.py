@@ -79,11 +79,6 @@ class StagedProgram:
         """Whether each stage may have a level of recompute of its own."""
         return self.space.trains and self.space.recompute is None and bool(self.recompute)
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether the choice recomputes anything."""
-        return any(level != "none" for level in self.recompute.values())
-
     def cuts(self, pipeline: Staging, limit_s: float) -> tuple[int, ...]:
         """The positions that the stages of the best cuts begin with, with the levels of recompute of the choice. Stages
         of one rank have the same share of its memory.
@@ -92,7 +87,7 @@ class StagedProgram:
         NotBetterError where the step takes `limit_s` or more.
         """
         configuration = self.configured(pipeline)
-        pieces = self._in_equal_stages(configuration, pipeline)
+        pieces = self.in_equal_stages(pipeline)
         memory, memory_limit = self.memory_of(configuration), self.memory_limit(pipeline)
         missing: list[float] = []
 
@@ -165,8 +160,10 @@ class StagedProgram:
         key = pipeline.splits, messages, tuple(sorted(configuration.recompute.items()))
         return self._memory.setdefault(key, found)
 
-    def _in_equal_stages(self, configuration: Configuration, pipeline: Staging) -> list[Phases]:
-        """The seconds of each position, of those that some stages recompute on average."""
+    def in_equal_stages(self, pipeline: Staging) -> list[Phases]:
+        """The seconds of each position with the levels of recompute of the choice, of those that some stages recompute
+        on average."""
+        configuration = self.configured(pipeline)
         if not is_mixed(configuration.recompute):
             return self._pieces(configuration)
         count = len(self.positions)
