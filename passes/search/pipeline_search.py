@@ -6,7 +6,8 @@ in flight. All schedules and numbers of stages cut that choice (`pipelines`). Wh
 by its bound (`pipeline_bounds`) is not solved, and solutions that could not are pruned.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from passes.cost.cluster import GIB
@@ -38,6 +39,10 @@ _WAITING = 0.01
 _ATTEMPTS, _LESS = 4, 0.8
 
 
+# Limits on the step that are tried where the shape of the mesh is free, as multiples of the least bound of all.
+_LIMITS = (1.4, 2.0, 4.0)
+
+
 def best_pipeline(
     subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator, limit_s: float = float("inf")
 ) -> Found | None:
@@ -46,14 +51,18 @@ def best_pipeline(
 
     Raises PipelineError where nothing can be cut so, InfeasibleError where nothing fits.
     """
-    search = _Search(simulate, limit_s)
     space = subproblems.space
     if subproblems.least_step_s(asked.ranks * space.mesh.size) >= limit_s:
         return None
-    candidates = sorted(_candidates(subproblems, asked, search), key=lambda item: -item.bound_s)
-    while candidates:
-        search.consider(candidates.pop())
-    if search.best is not None and subproblems.space.any_shape:
+    unsuited: list[Exception] = []
+    candidates = sorted(_candidates(subproblems, asked, limit_s, unsuited), key=lambda item: item.bound_s)
+    for below_s in _limits(candidates, limit_s) if space.any_shape else [limit_s]:
+        search = _Search(simulate, below_s)
+        for candidate in candidates:
+            search.consider(candidate)
+        if search.best is not None:
+            break
+    if search.best is not None and space.any_shape:
         search.consider(replace(search.best[0], near=True))
     if search.best is not None:
         for candidate in _with_less_bubble(search, *search.best):
@@ -61,7 +70,7 @@ def best_pipeline(
         return search.best[1]
     if limit_s < float("inf"):
         return None
-    raise _refusal(search.errors or search.unsuited)
+    raise _refusal(search.errors or unsuited)
 
 
 @dataclass(frozen=True)
@@ -99,8 +108,18 @@ class _Decisions:
         return cls(strategies, solution.regathered, replace(solution.configuration, pipeline=Staging()))
 
 
-def _candidates(subproblems: Subproblems, asked: PipelineChoices, search: "_Search") -> Iterator[_Candidate]:
-    """All pipelines that are tried and may take less than the limit, by ranks and micro-batches; `search` takes the
+def _limits(candidates: Sequence[_Candidate], limit_s: float) -> Iterator[float]:
+    """The limits (seconds) below which candidates are searched, one after the other until any is found: where nothing
+    good is known, low ones exclude much that would be solved and cut before the best is reached."""
+    least_s = min((candidate.bound_s for candidate in candidates), default=limit_s)
+    yield from (times * least_s for times in _LIMITS if times * least_s < limit_s / _LIMITS[0])
+    yield limit_s
+
+
+def _candidates(
+    subproblems: Subproblems, asked: PipelineChoices, limit_s: float, unsuited: list[Exception]
+) -> Iterator[_Candidate]:
+    """All pipelines that are tried and may take less than the limit, by ranks and micro-batches; `unsuited` takes the
     errors of others."""
     space, memory = subproblems.space, LeastMemory(subproblems)
     sizes = [asked.ranks]
@@ -108,7 +127,7 @@ def _candidates(subproblems: Subproblems, asked: PipelineChoices, search: "_Sear
         sizes = [ranks for ranks in range(2, _MOST_RANKS + 1) if space.mesh.size % ranks == 0]
         if not sizes:
             error = f"{space.mesh.size} devices cannot be shared by stages of equally many: take another number"
-            search.unsuited.append(PipelineError(error))
+            unsuited.append(PipelineError(error))
     for ranks in sizes:
         own = replace(asked, ranks=ranks)
         mesh = Mesh(space.mesh.names, (space.mesh.size // ranks,)) if space.any_shape else space.mesh
@@ -121,14 +140,25 @@ def _candidates(subproblems: Subproblems, asked: PipelineChoices, search: "_Sear
             try:
                 offered = list(offered_pipelines(own, count))
             except PipelineError as error:
-                search.unsuited.append(error)
+                unsuited.append(error)
                 break
-            bounded = ((search.bound_s(bounds, pipeline, count), pipeline) for pipeline in offered)
-            pipelines = [(bound, pipeline) for bound, pipeline in bounded if bound < search.limit_s]
+            pipelines = _bounded(offered, count, bounds, limit_s, unsuited)
             if pipelines:
-                # Its problems are its own, so that they are given up with it.
-                alone = replace(staged, memo=Memo(costs=staged.memo.costs))
-                yield _Candidate(alone, own, count, bounds, tuple(sorted(pipelines, key=lambda item: item[0])))
+                yield _Candidate(staged, own, count, bounds, pipelines)
+
+
+def _bounded(
+    pipelines: Iterable[Staging], count: int, bounds: PipelineBounds, limit_s: float, unsuited: list[Exception]
+) -> tuple[tuple[float, Staging], ...]:
+    """Pipelines that may take less than the limit, with lower bounds on their steps (seconds), the lowest first;
+    `unsuited` takes the errors of those that cannot be."""
+    found = []
+    for pipeline in pipelines:
+        try:
+            found.append((bounds.step_s(pipeline, count, limit_s), pipeline))
+        except (PipelineError, MicroBatchError, ConstraintError) as error:
+            unsuited.append(error)
+    return tuple(sorted((item for item in found if item[0] < limit_s), key=lambda item: item[0]))
 
 
 def _with_less_bubble(search: "_Search", best: _Candidate, found: Found) -> Iterator[_Candidate]:
@@ -138,54 +168,43 @@ def _with_less_bubble(search: "_Search", best: _Candidate, found: Found) -> Iter
     waits = seconds.bubble >= _WAITING * seconds.total
     if best.asked.schedule is not None or programs.program.compiled or not space.trains or not waits:
         return
-    pipelines: list[tuple[float, Staging]] = []
+    offered: list[Staging] = []
     for name in ZERO_BUBBLE:
-        try:
-            offered = list(offered_pipelines(replace(best.asked, schedule=name), best.count))
-        except PipelineError:
-            continue
-        pipelines += [(search.bound_s(best.bounds, pipeline, best.count), pipeline) for pipeline in offered]
-    bounded = sorted((item for item in pipelines if item[0] < search.limit_s), key=lambda item: item[0])
-    if bounded:
-        yield replace(best, pipelines=tuple(bounded))
+        with suppress(PipelineError):
+            offered += offered_pipelines(replace(best.asked, schedule=name), best.count)
+    pipelines = _bounded(offered, best.count, best.bounds, search.limit_s, [])
+    if pipelines:
+        yield replace(best, pipelines=pipelines)
 
 
 class _Search:
     """The search for the best pipeline: the incumbent `best`; better ones take less than `limit_s`. `errors` say why
-    others were not found, `unsuited` why some cannot be, whatever is chosen."""
+    others were not found."""
 
     def __init__(self, simulate: MemorySimulator, limit_s: float) -> None:
         self.simulate, self.limit_s = simulate, limit_s
         self.best: tuple[_Candidate, Found] | None = None
         self.errors: list[Exception] = []
-        self.unsuited: list[Exception] = []
-
-    def bound_s(self, bounds: PipelineBounds, pipeline: Staging, count: int) -> float:
-        """A lower bound on the step of a pipeline (seconds); infinite where there is none."""
-        try:
-            return bounds.step_s(pipeline, count, self.limit_s)
-        except (PipelineError, MicroBatchError, ConstraintError) as error:
-            self.unsuited.append(error)
-            return float("inf")
 
     def consider(self, candidate: _Candidate) -> None:
         """Take the best pipeline of a candidate as the incumbent, if it is better."""
         seen: list[_Decisions] = []
-        # Bounds that are known within more memory hold within less.
-        bounds = candidate.subproblems.memo.bounds
+        # Its problems are its own, so that they are given up with it.
+        memo = Memo(costs=candidate.subproblems.memo.costs)
         memories = _memories(candidate.asked.ranks)
         memory: tuple[int, float] | None = next(memories)
         while memory is not None:
             pipelines = [pipeline for bound, pipeline in candidate.pipelines if bound < self.limit_s]
             if not pipelines:
                 return
-            memo = replace(candidate.subproblems.memo, bounds=dict(bounds))
+            # Bounds that are known within more memory hold within less.
+            within = replace(memo, bounds=dict(memo.bounds))
             try:
-                own = replace(candidate, subproblems=replace(candidate.subproblems, memo=memo))
+                own = replace(candidate, subproblems=replace(candidate.subproblems, memo=within))
                 chosen = self._chosen(own, pipelines, *memory)
                 if chosen is None or self._cut(candidate, pipelines, chosen, seen):
                     return
-                bounds, solved = memo.bounds, True
+                memo, solved = within, True
             except (InfeasibleError, MicroBatchError, ConstraintError) as error:
                 self.errors.append(error)
                 solved = False

@@ -11,6 +11,7 @@ import autopar
 from autopar import Cluster, Pipeline
 from autopar.testing import compare_on_mesh, run_ranks
 from passes.cost.cluster import CLUSTERS
+from passes.search import pipeline_search
 from tests.autopar.comparing import TOLERANCE
 
 SLOW = pytest.mark.slow
@@ -66,6 +67,24 @@ def test_there_is_none_where_it_cannot_be_faster():
     assert program.step_s == single.step_s
     assert program.bound_s <= single.bound_s
     assert single.complete or not program.complete
+
+
+def test_low_limits_at_first_find_the_same(monkeypatch):
+    """Pipelines that are searched below low limits first are those that are found below the only one."""
+    cluster, tried = slow("h100", 5e8), []
+    solved = pipeline_search._chosen
+
+    def counted(*arguments):
+        tried.append(arguments)
+        return solved(*arguments)
+
+    monkeypatch.setattr(pipeline_search, "_chosen", counted)
+    first = planned(8, cluster, pipeline=Pipeline()).programs["train"]
+    low, tried[:] = len(tried), []
+    monkeypatch.setattr(pipeline_search, "_limits", lambda _, limit_s: [limit_s])
+    second = planned(8, cluster, pipeline=Pipeline()).programs["train"]
+    assert (first.step_s, first.stages) == (second.step_s, second.stages)
+    assert low != len(tried)
 
 
 def test_given_meshes_have_what_they_say():
