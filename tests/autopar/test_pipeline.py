@@ -25,6 +25,7 @@ import autopar
 from autopar import Pipeline
 from autopar.testing import compare
 from passes.lower.stages import named_starts
+from passes.search import pipelines
 from passes.search.pipeline_bounds import Bounded, PipelineBounds
 from passes.search.pipelines import staged
 from passes.search.space import Space
@@ -343,6 +344,33 @@ def test_cuts_are_chosen_by_the_bytes_of_the_plan(schedule, monkeypatch):
     program = planned({"pp": 4}, micro_batches=8, memory_limit=limit, pipeline=asked).programs["train"]
     assert len(compared) >= len(program.stages)
     assert all(chosen == said for chosen, said in compared)
+
+
+def test_memory_of_slower_cuts_is_not_simulated(monkeypatch):
+    """Of the cuts that are lowered the fastest is simulated first, and no slower one where it fits."""
+    lowered, simulated = [], []
+    lower, simulate = pipelines._lowered, pipelines.found_choice
+
+    def counted_lowered(*arguments):
+        lowered.append(lower(*arguments))
+        return lowered[-1]
+
+    def counted_simulated(subproblems, choice, simulator):
+        simulated.append(choice)
+        return simulate(subproblems, choice, simulator)
+
+    monkeypatch.setattr(pipelines, "_lowered", counted_lowered)
+    monkeypatch.setattr(pipelines, "found_choice", counted_simulated)
+    model = large(16)
+    free = planned({"pp": 4}, model, micro_batches=8, recompute="none").programs["train"]
+    lowered.clear()
+    simulated.clear()
+    limit = 0.75 * sum(free.memory.values())
+    planned({"pp": 4}, model, micro_batches=8, memory_limit=limit, pipeline=Pipeline(schedule="1f1b"))
+    fast, slow = sorted(each.step.seconds.total for each in lowered)
+    assert fast < slow
+    (only,) = simulated
+    assert only.step.seconds.total == fast
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
