@@ -208,7 +208,11 @@ class CuttingPlanes:
             )
             cuts.append(model.add_linear_constraint(best <= item.seconds / scale + bytes_part + excess_part))
         model.maximize(best)
-        result = mathopt.solve(model, mathopt.SolverType.GLOP)
+        result = _solved(model)
+        if result is None:
+            # The bound stays what it is.
+            highest = max(found, key=lambda item: item.bound)
+            return highest.multipliers, highest.bound, [float(item is highest) for item in found]
         values = result.variable_values()
         per_byte = [values[variables[index]] * self.unit if index in variables else 0.0 for index in range(points)]
         multipliers = Multipliers(1.0, per_byte, [values[part] for part in parts])
@@ -218,6 +222,16 @@ class CuttingPlanes:
     def at_the_end(self, multipliers: Multipliers) -> bool:
         """Whether a multiplier is at the upper end of its range."""
         return max(multipliers.bytes, default=0.0) >= 0.999 * self.highest * self.unit
+
+
+def _solved(model: mathopt.Model) -> mathopt.SolveResult | None:
+    """The solution of a linear program with its duals; None where there is none. GLOP calls some programs too imprecise
+    that HiGHS solves."""
+    for solver in (mathopt.SolverType.GLOP, mathopt.SolverType.HIGHS):
+        result = mathopt.solve(model, solver)
+        if result.has_primal_feasible_solution() and result.has_dual_feasible_solution():
+            return result
+    return None
 
 
 def interior(numbers: Sequence[float]) -> Iterator[int]:
