@@ -39,8 +39,8 @@ _WAITING = 0.01
 _ATTEMPTS, _LESS = 4, 0.8
 
 
-# Limits on the step that are tried where the shape of the mesh is free, as multiples of the least bound of all.
-_LIMITS = (1.4, 2.0, 4.0)
+# Where the shape of the mesh is free, steps of less than so many times the least bound of all are tried first.
+_LOW = 1.4
 
 
 def best_pipeline(
@@ -110,9 +110,10 @@ class _Decisions:
 
 def _limits(candidates: Sequence[_Candidate], limit_s: float) -> Iterator[float]:
     """The limits (seconds) below which candidates are searched, one after the other until any is found: where nothing
-    good is known, low ones exclude much that would be solved and cut before the best is reached."""
-    least_s = min((candidate.bound_s for candidate in candidates), default=limit_s)
-    yield from (times * least_s for times in _LIMITS if times * least_s < limit_s / _LIMITS[0])
+    good is known, a low one excludes much that would be solved and cut before the best is reached."""
+    low_s = _LOW * min((candidate.bound_s for candidate in candidates), default=limit_s)
+    if low_s < limit_s / _LOW:
+        yield low_s
     yield limit_s
 
 
