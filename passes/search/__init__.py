@@ -34,7 +34,7 @@ from passes.search.best_first import close, explore, under
 from passes.search.choosing import check_recompute, choose, searched, with_hint
 from passes.search.configurations import any_number
 from passes.search.found import Found, MemorySimulator, found_choice, lowered_choice
-from passes.search.pipeline_search import best_pipeline
+from passes.search.pipelines import best_pipeline
 from passes.search.progress import Progress
 from passes.search.refinement import best_choice
 from passes.search.restrict import planned_methods, planned_solution, regathered, restricted

@@ -409,7 +409,7 @@ def random_plan(staged: Staged) -> Iterator[None]:
     once = choose.random() < 0.5
     with (
         solved_by(solver, gather_once=once, reduce_once=once and choose.random() < 0.5),
-        mock.patch("passes.search.staged_program.best_cuts", cuts),
+        mock.patch("passes.search.pipelines.program.best_cuts", cuts),
     ):
         yield
 

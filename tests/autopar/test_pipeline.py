@@ -25,9 +25,9 @@ import autopar
 from autopar import Pipeline
 from autopar.testing import compare
 from passes.lower.stages import named_starts
-from passes.search import pipelines
-from passes.search.pipeline_bounds import Bounded, PipelineBounds
-from passes.search.pipelines import staged
+from passes.search.pipelines import staging
+from passes.search.pipelines.bounds import Bounded, PipelineBounds
+from passes.search.pipelines.staging import staged
 from passes.search.space import Space
 from tests.architectures import ARCHITECTURES
 from tests.autopar.comparing import TOLERANCE
@@ -314,7 +314,7 @@ def test_decisions_are_not_cut_twice(monkeypatch):
         tried.append((pipeline, picked))
         raise autopar.InfeasibleError("no cuts fit", 1.0)
 
-    monkeypatch.setattr("passes.search.pipeline_search.staged", refuse)
+    monkeypatch.setattr("passes.search.pipelines.search.staged", refuse)
     with pytest.raises(autopar.InfeasibleError, match="no cuts fit"):
         planned({"pp": 2}, micro_batches=4, pipeline=Pipeline(virtual_stages=1))
     assert len(tried) == 1
@@ -337,7 +337,7 @@ def test_cuts_are_chosen_by_the_bytes_of_the_plan(schedule, monkeypatch):
             compared.append((peaks.bytes_with(found.step.held[number]), found.memory[number].peak))
         return found, fits
 
-    monkeypatch.setattr("passes.search.pipeline_search.staged", compare_bytes)
+    monkeypatch.setattr("passes.search.pipelines.search.staged", compare_bytes)
     limit = 0.85 * sum(planned({"pp": 4}, micro_batches=8, recompute="none").programs["train"].memory.values())
     compared.clear()
     asked = Pipeline(schedule=schedule)
@@ -349,7 +349,7 @@ def test_cuts_are_chosen_by_the_bytes_of_the_plan(schedule, monkeypatch):
 def test_memory_of_slower_cuts_is_not_simulated(monkeypatch):
     """Of the cuts that are lowered the fastest is simulated first, and no slower one where it fits."""
     lowered, simulated = [], []
-    lower, simulate = pipelines._lowered, pipelines.found_choice
+    lower, simulate = staging._lowered, staging.found_choice
 
     def counted_lowered(*arguments):
         lowered.append(lower(*arguments))
@@ -359,8 +359,8 @@ def test_memory_of_slower_cuts_is_not_simulated(monkeypatch):
         simulated.append(choice)
         return simulate(subproblems, choice, simulator)
 
-    monkeypatch.setattr(pipelines, "_lowered", counted_lowered)
-    monkeypatch.setattr(pipelines, "found_choice", counted_simulated)
+    monkeypatch.setattr(staging, "_lowered", counted_lowered)
+    monkeypatch.setattr(staging, "found_choice", counted_simulated)
     model = large(16)
     free = planned({"pp": 4}, model, micro_batches=8, recompute="none").programs["train"]
     lowered.clear()

@@ -11,7 +11,7 @@ import autopar
 from autopar import Cluster, Pipeline
 from autopar.testing import compare_on_mesh, run_ranks
 from passes.cost.cluster import CLUSTERS
-from passes.search import pipeline_search
+from passes.search.pipelines import search as pipeline_search
 from tests.autopar.comparing import TOLERANCE
 
 SLOW = pytest.mark.slow

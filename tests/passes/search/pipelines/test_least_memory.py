@@ -14,7 +14,7 @@ from passes.ir.decisions import Decisions
 from passes.ir.mesh import Mesh
 from passes.normalize import normalize
 from passes.search.configurations import limited_configurations
-from passes.search.least_memory import LeastMemory
+from passes.search.pipelines.least_memory import LeastMemory
 from passes.search.subproblems import MicroBatchPrograms, Subproblems
 from tests.architectures import ARCHITECTURES
 

@@ -14,8 +14,8 @@ from passes.cost.schedules import check_schedule
 from passes.ir.configuration import Configuration, Staging
 from passes.rules.cheap import Cheap
 from passes.search.configurations import limited_configurations
-from passes.search.cuts import LeastStep, least_step, simple_least_step
-from passes.search.least_memory import LeastMemory
+from passes.search.pipelines.cuts import LeastStep, least_step, simple_least_step
+from passes.search.pipelines.least_memory import LeastMemory
 from passes.search.recomputing import RecomputeBounds
 from passes.search.space import Levels, Space, levels_of
 from passes.search.subproblems import Subproblems

@@ -27,12 +27,12 @@ from passes.lower import finished, whole_code
 from passes.lower.loops import copy_pieces, part_of_copy
 from passes.lower.recompute import levels
 from passes.lower.stages import Crossing, Position, crossings, cut, positions
-from passes.search.cuts import Boundary, Fits, NotBetterError, best_cuts
-from passes.search.cuts import Position as Piece
 from passes.search.found import MemorySimulator
-from passes.search.pipeline_bounds import PipelineBounds
+from passes.search.pipelines.bounds import PipelineBounds
+from passes.search.pipelines.cuts import Boundary, Fits, NotBetterError, best_cuts
+from passes.search.pipelines.cuts import Position as Piece
+from passes.search.pipelines.memory import StageMemory
 from passes.search.space import PipelineChoices
-from passes.search.stage_memory import StageMemory
 from passes.search.subproblems import Choice, Subproblems
 from passes.variables import name_variables
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.ir.arrays import Flags, Floats, Integers
-from passes.search.cuts.pieces import Path, Pieces
+from passes.search.pipelines.cuts.pieces import Path, Pieces
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 
 from passes.cost.schedules import Held
 from passes.lower.stages import Position
-from passes.search.stage_memory import StageMemory
+from passes.search.pipelines.memory import StageMemory
 
 LAYERS = 24
 LOOP = 3

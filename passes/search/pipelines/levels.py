@@ -1,7 +1,7 @@
 """The recompute of all stages of a pipeline, each with the level that its memory needs, and the step that they take.
 
 Stages of 1F1B hold different numbers of micro-batches in flight, so early ones recompute where late ones need not. For
-the layouts that were chosen for the program, each stage has a level of its own (`stage_recompute`).
+the layouts that were chosen for the program, each stage has a level of its own (`recompute`).
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -16,9 +16,9 @@ from passes.cost.step import Phases
 from passes.ir.arrays import Floats
 from passes.ir.configuration import RECOMPUTE, Staging
 from passes.ir.errors import InfeasibleError
-from passes.search.cuts import Path, Pipeline
-from passes.search.stage_recompute import Levels, StageRecompute
-from passes.search.staged_program import StagedProgram, held_in
+from passes.search.pipelines.cuts import Path, Pipeline
+from passes.search.pipelines.program import StagedProgram, held_in
+from passes.search.pipelines.recompute import Levels, StageRecompute
 
 
 class StageLevels:

@@ -2,8 +2,8 @@
 
 All stages share the decisions of the program as a whole. For each number of micro-batches it is solved once, on the
 mesh of one stage, with the memory of all ranks together as its limit, and saved tensors counted for the micro-batches
-in flight. All schedules and numbers of stages cut that choice (`pipelines`). What cannot beat the best pipeline so far
-by its bound (`pipeline_bounds`) is not solved, and solutions that could not are pruned.
+in flight. All schedules and numbers of stages cut that choice (`staging`). What cannot beat the best pipeline so far
+by its bound (`bounds`) is not solved, and solutions that could not are pruned.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -19,13 +19,13 @@ from passes.ir.levels import level_of
 from passes.ir.mesh import Mesh
 from passes.search.choosing import searched
 from passes.search.configurations import micro_batch_counts
-from passes.search.cuts import NotBetterError
 from passes.search.found import Found, MemorySimulator
-from passes.search.least_memory import LeastMemory
-from passes.search.pipeline_bounds import PipelineBounds
-from passes.search.pipelines import ZERO_BUBBLE, offered_pipelines, staged
+from passes.search.pipelines.bounds import PipelineBounds
+from passes.search.pipelines.cuts import NotBetterError
+from passes.search.pipelines.least_memory import LeastMemory
+from passes.search.pipelines.program import StagedProgram
+from passes.search.pipelines.staging import ZERO_BUBBLE, offered_pipelines, staged
 from passes.search.space import PipelineChoices, Space
-from passes.search.staged_program import StagedProgram
 from passes.search.subproblems import Choice, Memo, Subproblems
 
 # Ranks of a pipeline that are tried where their number is free.

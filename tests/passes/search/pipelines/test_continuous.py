@@ -7,7 +7,7 @@ import pytest
 from passes.cost.schedules import StageSeconds, rank_of_stage, schedule_actions, simulate
 from passes.ir.configuration import SPLITTING
 from passes.ir.errors import PipelineError
-from passes.search.cuts import least_step, simple_least_step
+from passes.search.pipelines.cuts import least_step, simple_least_step
 
 # Schedule, ranks, stages, micro-batches.
 PIPELINES = [

@@ -1,8 +1,8 @@
 """A choice in the stages of a pipeline: which pipelines there are, and the best cuts for one of them.
 
-Cuts are searched exactly (`cuts`) by the seconds of positions, and the memory simulator says which stages fit, with as
-many micro-batches in flight as the schedule has. The step is that of the stages as they are lowered, in the order of
-the schedule.
+Cuts are searched (`cuts`) by the seconds of positions and the bytes of stages, with as many micro-batches in flight as
+the schedule has. The step is that of the stages as they are lowered, in the order of the schedule; what is taken fits
+by the memory simulator.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,19 +10,16 @@ from contextlib import suppress
 from dataclasses import replace
 
 from passes.cost.cluster import GIB
-from passes.cost.schedules import (
-    SCHEDULES,
-    check_schedule,
-)
+from passes.cost.schedules import SCHEDULES, check_schedule
 from passes.ir.configuration import Staging
 from passes.ir.errors import InfeasibleError, PipelineError
 from passes.ir.levels import of_all
 from passes.lower.stages import named_starts
-from passes.search.cuts import NotBetterError
 from passes.search.found import Found, LoweredChoice, found_choice, lowered_choice
+from passes.search.pipelines.cuts import NotBetterError
+from passes.search.pipelines.levels import StageLevels
+from passes.search.pipelines.program import StagedProgram
 from passes.search.space import PipelineChoices
-from passes.search.stage_levels import StageLevels
-from passes.search.staged_program import StagedProgram
 
 # Schedules that are tried where none is given, by whether ranks have several stages.
 _OFFERED = {False: ("1f1b",), True: ("interleaved_1f1b",)}

@@ -12,7 +12,7 @@ from ortools.math_opt.python import mathopt
 
 from passes.ir.arrays import Floats
 from passes.ir.configuration import SPLITTING
-from passes.search.cuts.pieces import Path, Pipeline
+from passes.search.pipelines.cuts.pieces import Path, Pipeline
 from passes.solve.integer_program import MixedIntegerModel
 
 # Pipelines with more actions get the bound of their formula, which is near where micro-batches are many.

@@ -16,7 +16,7 @@ from passes.cost.schedules import Held
 from passes.cost.step import Phases
 from passes.ir.configuration import RECOMPUTE, Configuration, Staging
 from passes.ir.levels import Level
-from passes.search.staged_program import StagedProgram
+from passes.search.pipelines.program import StagedProgram
 
 # The levels of recompute of a stage by region.
 Levels = Mapping[str, str]

@@ -18,7 +18,7 @@ from passes.cost.schedules import (
     simulate,
     step_bound,
 )
-from passes.search.cuts import Boundary, NotBetterError, Position, best_cuts
+from passes.search.pipelines.cuts import Boundary, NotBetterError, Position, best_cuts
 from passes.solve.integer_program import MixedIntegerModel
 
 PER_RANK = {name: kind.least for name, kind in SCHEDULES.items()}

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from passes.cost.schedules import Held
 from passes.ir.arrays import Integers
-from passes.search.cuts.pieces import Fits, Pieces
+from passes.search.pipelines.cuts.pieces import Fits, Pieces
 
 
 class Fitting:
