@@ -12,6 +12,9 @@ from functools import lru_cache
 
 from passes.ir.configuration import RECOMPUTE
 
+# The levels of regions by name, as a key.
+LevelItems = tuple[tuple[str, str], ...]
+
 _SOME = re.compile(r"full:(\d+)(?:-(\d+))?(?:\s*,\s*(\w+))?")
 
 
@@ -93,6 +96,11 @@ def of_all(by_stage: Iterable[Mapping[str, str]]) -> dict[str, str]:
             found.setdefault(name, []).append(level_of(text).rest)
     kept = {name: [level for level in own if level != "full"] for name, own in found.items()}
     return {name: max(own, key=RECOMPUTE.index) if own else "full" for name, own in kept.items()}
+
+
+def level_items(levels: Mapping[str, str]) -> LevelItems:
+    """The levels of regions as a key."""
+    return tuple(sorted(levels.items()))
 
 
 def pure(levels: Mapping[str, str], *, full: bool) -> dict[str, str]:

@@ -6,12 +6,12 @@ from itertools import product
 
 from passes.ir.configuration import RECOMPUTE, ZERO_STAGES, Configuration, Staging, zero_timing
 from passes.ir.folded import Folded
-from passes.ir.levels import Level, is_mixed, level_of, over
+from passes.ir.levels import Level, is_mixed, level_items, level_of, over
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.lower.recompute import levels
 from passes.micro_batches import batch_size
-from passes.search.space import Space, levels_of
+from passes.search.space import Space
 
 # The pipelines that may be chosen.
 PIPELINES = (Staging(),)
@@ -177,7 +177,7 @@ def _levels_of_some(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]
 
 def _recompute_levels(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]:
     """The level of recompute of each region, those that take least memory first."""
-    yield from (each for each in _all_recompute_levels(space, folded) if levels_of(each) not in space.refused)
+    yield from (each for each in _all_recompute_levels(space, folded) if level_items(each) not in space.refused)
 
 
 def _all_recompute_levels(space: Space, folded: Folded) -> Iterator[Mapping[str, str]]:

@@ -8,19 +8,12 @@ from passes.cost.cluster import Cluster
 from passes.cost.walk import Optimizer
 from passes.ir.constraints import PlacedConstraints
 from passes.ir.decisions import Decisions
+from passes.ir.levels import LevelItems
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.lower import Casts
 from passes.rules.strategies import AllowedMethods
 from passes.strategies import Setting
-
-# The levels of recompute of all regions, by their names.
-Levels = tuple[tuple[str, str], ...]
-
-
-def levels_of(recompute: Mapping[str, str]) -> Levels:
-    """Levels of recompute as a key."""
-    return tuple(sorted(recompute.items()))
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ class Space:
     near: bool = True
     some_copies: bool = True
     divides_copies: bool = False
-    refused: frozenset[Levels] = frozenset()
+    refused: frozenset[LevelItems] = frozenset()
 
     @property
     def optimizer(self) -> Optimizer:

@@ -26,7 +26,8 @@ from autopar import Pipeline
 from autopar.testing import compare
 from passes.lower.stages import named_starts
 from passes.search.pipelines import staging
-from passes.search.pipelines.bounds import Bounded, PipelineBounds
+from passes.search.pipelines.bounds import Narrowed, PipelineBounds
+from passes.search.pipelines.memory import StageMemory
 from passes.search.pipelines.staging import staged
 from passes.search.space import Space
 from tests.architectures import ARCHITECTURES
@@ -375,7 +376,7 @@ def test_memory_of_slower_cuts_is_not_simulated(monkeypatch):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_more_memory_is_not_slower(schedule):
-    """What fits in less memory fits in more, and is no slower there, where stages have to recompute."""
+    """Plans that fit in less memory fit in more, with steps that are no longer, where stages have to recompute."""
     model, asked = large(), Pipeline(schedule=schedule)
     free = planned({"pp": 4}, model, micro_batches=8, recompute="none", pipeline=asked).programs["train"]
     peak = sum(free.memory.values())
@@ -387,24 +388,34 @@ def test_more_memory_is_not_slower(schedule):
     assert steps[0] > steps[-1]
 
 
+@pytest.mark.parametrize("near", [0.0, float("inf")])
+def test_stages_that_do_not_fit_after_all_are_refused(near, monkeypatch):
+    """Whatever near bytes say: the error is that of the memory simulator, and says how much is missing."""
+    monkeypatch.setattr(StageMemory, "near_bytes", lambda *_: near)
+    monkeypatch.setattr(StageMemory, "excess", lambda *_, **__: 2.0**30)
+    asked = Pipeline(cuts=("model.layers.4",)) if near else Pipeline(virtual_stages=1)
+    with pytest.raises(autopar.InfeasibleError, match=r"exceeds its memory limit of .* by 1 GiB with full recompute"):
+        planned({"pp": 2}, micro_batches=4, pipeline=asked)
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_bounds_before_solving_lose_no_plan(share, monkeypatch):
     """Levels of recompute that are excluded before anything is solved are in no plan that is found without that."""
-    model, samples, refused, bounded = large(), batch(64, 1024), [], PipelineBounds.bounded
+    model, samples, refused, bounded = large(), batch(64, 1024), [], PipelineBounds.narrowed
 
     options = {"cluster": "h100", "pipeline": "auto"}
     free = autopar.plan(model, {"pp": 2, "dp": 2}, samples, **options, micro_batches=8, recompute="none")
     options["memory_limit"] = share * sum(free.programs["train"].memory.values())
 
-    def watched(bounds: PipelineBounds, whole: Space, limit_s: float) -> Bounded:
+    def watched(bounds: PipelineBounds, whole: Space, limit_s: float) -> Narrowed:
         found = bounded(bounds, whole, limit_s)
         refused.append(found.space is None or found.space.refused)
         return found
 
-    monkeypatch.setattr(PipelineBounds, "bounded", watched)
+    monkeypatch.setattr(PipelineBounds, "narrowed", watched)
     first = autopar.plan(model, {"pp": 2, "dp": 2}, samples, **options)
     assert any(refused)
-    monkeypatch.setattr(PipelineBounds, "bounded", lambda _, whole, __: Bounded(whole, 0.0))
+    monkeypatch.setattr(PipelineBounds, "narrowed", lambda _, whole, __: Narrowed(whole, 0.0))
     second = autopar.plan(model, {"pp": 2, "dp": 2}, samples, **options)
     assert second.programs["train"].step_s == first.programs["train"].step_s
 

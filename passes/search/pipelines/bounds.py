@@ -12,18 +12,19 @@ from typing import NamedTuple
 from passes.cost.bound import LeastWork, least_once_s, least_work
 from passes.cost.schedules import check_schedule
 from passes.ir.configuration import Configuration, Staging
+from passes.ir.levels import LevelItems, level_items
 from passes.rules.cheap import Cheap
 from passes.search.configurations import limited_configurations
 from passes.search.pipelines.cuts import LeastStep, least_step, simple_least_step
 from passes.search.pipelines.least_memory import LeastMemory
 from passes.search.recomputing import RecomputeBounds
-from passes.search.space import Levels, Space, levels_of
+from passes.search.space import Space
 from passes.search.subproblems import Subproblems
 
 
-class Bounded(NamedTuple):
-    """A space without what cannot be chosen, None where nothing is left; and the fewest bytes that are missing for what
-    is fast enough, 0 where none are."""
+class Narrowed(NamedTuple):
+    """A space without levels of recompute that are too slow or do not fit, None where none are left; and the fewest
+    bytes that are missing for one that is fast enough, 0 where none are."""
 
     space: Space | None
     missing: float
@@ -74,21 +75,21 @@ class PipelineBounds:
         """
         return max(pipeline.ranks * (limit_s - self._waiting_s(pipeline, count)) for pipeline in pipelines)
 
-    def bounded(self, whole: Space, limit_s: float) -> Bounded:
+    def narrowed(self, whole: Space, limit_s: float) -> Narrowed:
         """The space `whole` of the program as a whole, without levels of recompute whose least seconds are `limit_s` or
         more, or whose least bytes do not fit."""
         count = whole.micro_batches
         assert count is not None, "the number is given"
         folded, least = self.subproblems.programs.given(count).folded, self._at_levels(count)
-        offered: dict[Levels, Configuration] = {}
+        offered: dict[LevelItems, Configuration] = {}
         for each in limited_configurations(whole, whole.mesh, count, folded):
             # The first stage of ZeRO takes least memory.
-            offered.setdefault(levels_of(each.recompute), each)
+            offered.setdefault(level_items(each.recompute), each)
         fast = {levels: each for levels, each in offered.items() if least.of(each) < limit_s}
         over = {levels: self.memory.bytes(each) - whole.memory_limit for levels, each in fast.items()}
         fitting = {levels for levels, missing in over.items() if missing <= 0}
         space = replace(whole, refused=frozenset(offered.keys() - fitting)) if fitting else None
-        return Bounded(space, min((missing for missing in over.values() if missing > 0), default=0.0))
+        return Narrowed(space, min((missing for missing in over.values() if missing > 0), default=0.0))
 
     def _at_levels(self, count: int) -> RecomputeBounds:
         """Bounds on the seconds of the program as a whole at each level of recompute. Ops that are cheap in some of

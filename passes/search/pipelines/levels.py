@@ -11,6 +11,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
+from passes.cost.cluster import GIB
 from passes.cost.schedules import Held
 from passes.cost.step import Phases
 from passes.ir.arrays import Floats
@@ -38,7 +39,7 @@ class StageLevels:
 
     def near_pieces(self, starts: Sequence[int]) -> list[Phases]:
         """The seconds of each position in the stages that begin at some of them, with the levels of recompute that fit
-        about.
+        by `StageMemory.near_bytes`.
 
         Raises InfeasibleError where a stage does not fit at any.
         """
@@ -60,8 +61,8 @@ class StageLevels:
         return self._same(RECOMPUTE[-1])
 
     def step_s(self, starts: Sequence[int]) -> float:
-        """The step of the stages that begin at these positions, each with its least recompute about, by the seconds of
-        positions; infinite where one does not fit."""
+        """The step of the stages that begin at these positions, each with the least recompute that fits by
+        `StageMemory.near_bytes`, by the seconds of positions; infinite where one does not fit."""
         return self.longest(starts)[0]
 
     def longest(self, starts: Sequence[int]) -> tuple[float, Path | None]:
@@ -113,9 +114,13 @@ class StageLevels:
     def _all(self, starts: Sequence[int], levels: Sequence[Levels | None]) -> list[Levels]:
         found = [level for level in levels if level is not None]
         if len(found) < len(levels):
-            first = (0, *starts)[levels.index(None)]
+            stage = self._stages(starts)[levels.index(None)]
+            limit = self.program.memory_limit(self.pipeline)
             raise InfeasibleError(
-                f"the stage from {self.program.positions[first].name} fits at no level of recompute", 0.0
+                f"the stage from {self.program.positions[stage.first].name} exceeds its memory limit of "
+                f"{limit / GIB:.3g} GiB by {stage.missing / GIB:.3g} GiB with full recompute: cut elsewhere, take more "
+                "stages, or raise the limit",
+                stage.missing,
             )
         return found
 

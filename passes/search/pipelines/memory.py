@@ -70,8 +70,12 @@ class StageMemory:
             return least - limit
         return self._simulated(first, last).bytes_with(held) - limit
 
+    def near_excess(self, first: int, last: int, held: Sequence[Held], limit: float) -> float:
+        """The bytes by which a stage exceeds `limit`, by `near_bytes`."""
+        return self.near_bytes(first, last, held) - limit
+
     def near_bytes(self, first: int, last: int, held: Sequence[Held]) -> float:
-        """The peak of a stage (bytes) as it is if it is linear in the pieces of copies of loops, by others with the
+        """An estimate of the peak of a stage (bytes): linear in its pieces of copies of loops, from others with the
         same positions outside of loops. Where too few are known, it is simulated."""
         known, code = self._at(first, last)
         if code not in known:

@@ -2,7 +2,7 @@
 its positions, and the memory of stages."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,7 @@ from passes.cost.step import Phases, phases
 from passes.cost.walk import Prices, statement_seconds
 from passes.ir.configuration import Configuration, Staging
 from passes.ir.errors import InfeasibleError, PipelineError
-from passes.ir.levels import is_mixed, level_of, pure
+from passes.ir.levels import is_mixed, level_items, level_of, pure
 from passes.ir.lowered import Loop, Lowered, Stage
 from passes.lower import finished, whole_code
 from passes.lower.loops import copy_pieces, part_of_copy
@@ -29,7 +29,7 @@ from passes.lower.recompute import levels
 from passes.lower.stages import Crossing, Position, crossings, cut, positions
 from passes.search.found import MemorySimulator
 from passes.search.pipelines.bounds import PipelineBounds
-from passes.search.pipelines.cuts import Boundary, Fits, NotBetterError, best_cuts
+from passes.search.pipelines.cuts import Boundary, NotBetterError, best_cuts
 from passes.search.pipelines.cuts import Position as Piece
 from passes.search.pipelines.memory import StageMemory
 from passes.search.space import PipelineChoices
@@ -86,42 +86,34 @@ class StagedProgram:
         Raises PipelineError where there are fewer boundaries than cuts, InfeasibleError where no cuts fit, and
         NotBetterError where the step takes `limit_s` or more.
         """
-        configuration = self.configured(pipeline)
-        pieces = self.in_equal_stages(pipeline)
-        memory, memory_limit = self.memory_of(configuration), self.memory_limit(pipeline)
-        missing: list[float] = []
-
-        def fits(first: int, last: int, stage: int, held: Sequence[Held]) -> bool:
-            over = memory.excess(first, last, held, memory_limit)
-            missing.extend([over] * (over > 0))
-            return over <= 0
-
-        found = self._best_cuts(pipeline, limit_s, pieces, fits)
-        if found is None:
-            least = min(missing, default=0.0)
-            raise InfeasibleError(
-                f"{_no_cuts(pipeline, memory_limit)}: {least / GIB:.3g} GiB are missing at least", least
-            )
-        return found
+        memory = self.memory_of(self.configured(pipeline))
+        excess = partial(memory.excess, limit=self.memory_limit(pipeline))
+        return self._best_cuts(pipeline, limit_s, self.in_equal_stages(pipeline), excess)
 
     def near_cuts(
         self, pipeline: Staging, limit_s: float, pieces: Sequence[Phases], recompute: Mapping[str, str]
     ) -> tuple[int, ...]:
-        """The positions that the stages of the best cuts begin with, by the seconds `pieces` of each, and about the
-        bytes that stages take with the levels `recompute`. Raises as `cuts`."""
-        configuration, memory_limit = self.configured(pipeline), self.memory_limit(pipeline)
-        memory = self.memory_of(replace(configuration, recompute=recompute))
-        found = self._best_cuts(
-            pipeline, limit_s, pieces, lambda first, last, _, held: memory.near_bytes(first, last, held) <= memory_limit
-        )
-        if found is None:
-            raise InfeasibleError(_no_cuts(pipeline, memory_limit), 0.0)
-        return found
+        """The positions that the stages of the best cuts begin with, by the seconds `pieces` of each, where
+        stages have the levels `recompute` and fit by `StageMemory.near_bytes`. Raises as `cuts`."""
+        memory = self.memory_of(replace(self.configured(pipeline), recompute=recompute))
+        excess = partial(memory.near_excess, limit=self.memory_limit(pipeline))
+        return self._best_cuts(pipeline, limit_s, pieces, excess)
 
     def _best_cuts(
-        self, pipeline: Staging, limit_s: float, pieces: Sequence[Phases], fits: Fits
-    ) -> tuple[int, ...] | None:
-        """The best cuts of stages that fit; None where there are none."""
+        self,
+        pipeline: Staging,
+        limit_s: float,
+        pieces: Sequence[Phases],
+        excess: Callable[[int, int, Sequence[Held]], float],
+    ) -> tuple[int, ...]:
+        """The best cuts of stages that exceed their memory by no bytes. Raises as `cuts`."""
+        missing: list[float] = []
+
+        def fits(first: int, last: int, _: int, held: Sequence[Held]) -> bool:
+            over = excess(first, last, held)
+            missing.extend([over] * (over > 0))
+            return over <= 0
+
         boundaries = self.boundaries(pipeline.ranks)
         offered = sum(boundary is not None for boundary in boundaries)
         if offered < pipeline.stages - 1:
@@ -145,7 +137,14 @@ class StagedProgram:
             _EFFORT,
             schedule_s,
         )
-        return None if found is None else found.starts
+        if found is None:
+            limit, least = self.memory_limit(pipeline), min(missing, default=0.0)
+            raise InfeasibleError(
+                f"no cuts into {pipeline.stages} stages fit the memory limit of {limit / GIB:.3g} GiB each: at least "
+                f"one lacks {least / GIB:.3g} GiB; recompute more, take more devices, or raise the limit",
+                least,
+            )
+        return found.starts
 
     def memory_limit(self, pipeline: Staging) -> float:
         """The bytes that a stage may take: stages of one rank have the same share."""
@@ -157,7 +156,7 @@ class StagedProgram:
         found = StageMemory(self.positions, partial(self._peaks, configuration))
         pipeline = configuration.pipeline
         messages = messages_held(pipeline.schedule, pipeline.ranks, configuration.micro_batches)
-        key = pipeline.splits, messages, tuple(sorted(configuration.recompute.items()))
+        key = pipeline.splits, messages, level_items(configuration.recompute)
         return self._memory.setdefault(key, found)
 
     def in_equal_stages(self, pipeline: Staging) -> list[Phases]:
@@ -199,7 +198,7 @@ class StagedProgram:
 
     def _pieces(self, configuration: Configuration) -> list[Phases]:
         """The seconds of each position, where all copies of a region have one level of recompute."""
-        key = configuration.pipeline.splits, tuple(sorted(configuration.recompute.items()))
+        key = configuration.pipeline.splits, level_items(configuration.recompute)
         if key not in self._priced:
             self._priced[key] = list(self._price(configuration))
         return self._priced[key]
@@ -279,7 +278,3 @@ def held_in(pipeline: Staging, micro_batches: int) -> tuple[tuple[Held, ...], ..
     """The micro-batches that hold tensors in each stage of a pipeline."""
     actions = schedule_actions(pipeline.schedule, pipeline.ranks, pipeline.stages, micro_batches)
     return held_together(actions, [1.0] * pipeline.stages)
-
-
-def _no_cuts(pipeline: Staging, memory_limit: float) -> str:
-    return f"no cuts into {pipeline.stages} stages fit the memory limit of {memory_limit / GIB:.3g} GiB per device"

@@ -1,8 +1,8 @@
 """The recompute of one stage of a pipeline: "full" of its first copies, and any level of the others.
 
 A stage takes no more memory, and no less time, where it recomputes more of its copies fully. Its bytes are convex in
-their number, so the line between none of them and all is an upper bound on them, and mostly exact: by it the levels of
-many stages are compared with few calls of the memory simulator. Those that are run are checked with it.
+their number, so the line between none of them and all is an upper bound on them: by it the levels of many stages are
+compared with few calls of the memory simulator. Those that are run are checked with it.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,7 @@ from math import ceil
 from passes.cost.schedules import Held
 from passes.cost.step import Phases
 from passes.ir.configuration import RECOMPUTE, Configuration, Staging
-from passes.ir.levels import Level
+from passes.ir.levels import Level, LevelItems, level_items
 from passes.search.pipelines.program import StagedProgram
 
 # The levels of recompute of a stage by region.
@@ -59,9 +59,14 @@ class StageRecompute:
         """Whether `near_levels` were found already."""
         return "near_levels" in vars(self)
 
+    @property
+    def missing(self) -> float:
+        """The bytes by which it exceeds the memory limit where all of it is recomputed fully, at least."""
+        return max(0.0, self._excess(self._all, RECOMPUTE[-1]))
+
     def seconds(self, levels: Levels) -> Phases:
         """Its seconds by those of its positions."""
-        key = tuple(sorted(levels.items()))
+        key = level_items(levels)
         if key not in self._seconds:
             configuration = replace(self._configuration, recompute=levels)
             pieces = self.program.pieces_at(configuration, self.first, self.last)
@@ -69,7 +74,7 @@ class StageRecompute:
         return self._seconds[key]
 
     @cached_property
-    def _seconds(self) -> dict[tuple[tuple[str, str], ...], Phases]:
+    def _seconds(self) -> dict[LevelItems, Phases]:
         return {}
 
     @cached_property
@@ -132,5 +137,8 @@ class StageRecompute:
         return memory.near_bytes(self.first, self.last, self.held)
 
     def _fits(self, full: int, rest: str) -> bool:
+        return self._excess(full, rest) <= 0
+
+    def _excess(self, full: int, rest: str) -> float:
         memory = self.program.memory_of(replace(self._configuration, recompute=self._at(full, rest)))
-        return memory.excess(self.first, self.last, self.held, self._limit) <= 0
+        return memory.excess(self.first, self.last, self.held, self._limit)

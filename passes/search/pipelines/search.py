@@ -143,12 +143,12 @@ def _candidates(
             except PipelineError as error:
                 unsuited.append(error)
                 break
-            pipelines = _bounded(offered, count, bounds, limit_s, unsuited)
+            pipelines = _with_bounds(offered, count, bounds, limit_s, unsuited)
             if pipelines:
                 yield _Candidate(staged, own, count, bounds, pipelines)
 
 
-def _bounded(
+def _with_bounds(
     pipelines: Iterable[Staging], count: int, bounds: PipelineBounds, limit_s: float, unsuited: list[Exception]
 ) -> tuple[tuple[float, Staging], ...]:
     """Pipelines that may take less than the limit, with lower bounds on their steps (seconds), the lowest first;
@@ -173,7 +173,7 @@ def _with_less_bubble(search: "_Search", best: _Candidate, found: Found) -> Iter
     for name in ZERO_BUBBLE:
         with suppress(PipelineError):
             offered += offered_pipelines(replace(best.asked, schedule=name), best.count)
-    pipelines = _bounded(offered, best.count, best.bounds, search.limit_s, [])
+    pipelines = _with_bounds(offered, best.count, best.bounds, search.limit_s, [])
     if pipelines:
         yield replace(best, pipelines=pipelines)
 
@@ -231,13 +231,13 @@ class _Search:
             near=candidate.near,
         )
         limit_s = candidate.bounds.whole_s(pipelines, candidate.count, self.limit_s)
-        bounded = candidate.bounds.bounded(inner, limit_s)
+        narrowed = candidate.bounds.narrowed(inner, limit_s)
         try:
-            chosen = None if bounded.space is None else _chosen(candidate.subproblems, bounded.space, limit_s)
+            chosen = None if narrowed.space is None else _chosen(candidate.subproblems, narrowed.space, limit_s)
         except InfeasibleError as error:
             raise _lacking(error.missing, space, asked.ranks, in_flight) from None
-        if chosen is None and bounded.missing:
-            raise _lacking(bounded.missing, space, asked.ranks, in_flight)
+        if chosen is None and narrowed.missing:
+            raise _lacking(narrowed.missing, space, asked.ranks, in_flight)
         return None if chosen is None else StagedProgram(*chosen, asked, candidate.bounds, self.simulate)
 
     def _cut(

@@ -13,7 +13,7 @@ from passes.cost.cluster import GIB
 from passes.cost.schedules import SCHEDULES, check_schedule
 from passes.ir.configuration import Staging
 from passes.ir.errors import InfeasibleError, PipelineError
-from passes.ir.levels import of_all
+from passes.ir.levels import level_items, of_all
 from passes.lower.stages import named_starts
 from passes.search.found import Found, LoweredChoice, found_choice, lowered_choice
 from passes.search.pipelines.cuts import NotBetterError
@@ -71,19 +71,22 @@ def staged(program: StagedProgram, pipeline: Staging, limit_s: float) -> tuple[F
     """
     configuration = program.configured(pipeline)
     check_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages, configuration.micro_batches)
+    if not program.chooses_recompute:
+        lowered = [_lowered(program, pipeline, _uniform(program, pipeline, limit_s), ())]
+        return _fastest(program, lowered, limit_s), True
     starts: list[tuple[int, ...]] = []
-    refused: Exception | None = None
+    refused: InfeasibleError | None = None
     try:
         starts.append(_uniform(program, pipeline, limit_s))
-    except (InfeasibleError, NotBetterError) as error:
+    except InfeasibleError as error:
         refused = error
-    if program.chooses_recompute:
-        lowered = list(_trimmed(program, pipeline, starts, limit_s))
-    else:
-        lowered = [_lowered(program, pipeline, each, ()) for each in starts]
-    if not lowered:
-        raise refused or NotBetterError
-    return _fastest(program, lowered, limit_s), not isinstance(refused, InfeasibleError)
+    except NotBetterError:
+        # Stages with less recompute may be.
+        pass
+    try:
+        return _fastest(program, _trimmed(program, pipeline, starts, limit_s), limit_s), refused is None
+    except NotBetterError:
+        raise refused or NotBetterError from None
 
 
 def _uniform(program: StagedProgram, pipeline: Staging, limit_s: float) -> tuple[int, ...]:
@@ -126,7 +129,7 @@ def _lowered(
     choice, cuts = program.choice, program.asked.cuts
     configuration = program.configured(pipeline)
     names = tuple(program.positions[start].name for start in starts) if cuts is None else cuts
-    of_stages = tuple(tuple(sorted(levels.items())) for levels in recompute)
+    of_stages = tuple(map(level_items, recompute))
     if recompute and len(set(of_stages)) == 1:
         configuration, of_stages = replace(configuration, recompute=recompute[0]), ()
     elif recompute:
@@ -154,21 +157,16 @@ def _check_memory(found: Found, limit: float) -> None:
 
 def _trimmed(
     program: StagedProgram, pipeline: Staging, uniform: Sequence[tuple[int, ...]], limit_s: float
-) -> Iterator[LoweredChoice]:
-    """The choice in stages of which each recomputes no more than its memory needs, in cuts that are chosen with that,
-    where these may take less than `limit_s`.
+) -> list[LoweredChoice]:
+    """The choice in stages with levels of recompute of their own, in the fastest cuts by the seconds of positions.
 
-    They begin with the cuts `uniform`, which are best with one level for all, and with those that are best without
-    recompute, of stages that fit at some level; a cut is moved to the next place as long as the step so gets shorter,
-    by the seconds of positions.
+    These are searched for the seconds that positions take without recompute, with full recompute, and with the levels
+    of the stages; the best of them and of `uniform` are moved as long as the step so gets shorter. Raises
+    InfeasibleError where no stages fit, and NotBetterError where none take less than `limit_s`.
     """
     levels, begun = StageLevels(program, pipeline), set(uniform)
     if program.asked.cuts is None:
-        try:
-            begun.add(program.near_cuts(pipeline, limit_s, levels.of_all(levels.none), levels.most))
-        except (InfeasibleError, NotBetterError):
-            # No stages fit at any level, or not even without recompute do they take less.
-            return
+        begun.add(program.near_cuts(pipeline, limit_s, levels.of_all(levels.none), levels.most))
         with suppress(InfeasibleError, NotBetterError):
             begun.add(program.near_cuts(pipeline, float("inf"), levels.of_all(levels.most), levels.most))
         with suppress(InfeasibleError, NotBetterError):
@@ -178,9 +176,21 @@ def _trimmed(
                 begun.add(again)
         begun.add(_moved(levels, min(begun, key=lambda each: (levels.step_s(each), each))))
     timed = sorted((levels.step_s(each), each) for each in begun)
-    for _, each in [item for item in timed if item[0] < limit_s][:_LOWERED]:
-        with suppress(InfeasibleError):
-            yield _lowered(program, pipeline, each, levels.levels(each))
+    # Where none fit by near bytes, the memory simulator has the last word.
+    none_fit = timed[0][0] == float("inf")
+    promising = [each for step_s, each in timed if none_fit or step_s < limit_s][:_LOWERED]
+    if not promising:
+        raise NotBetterError
+    found: list[LoweredChoice] = []
+    refused: list[InfeasibleError] = []
+    for each in promising:
+        try:
+            found.append(_lowered(program, pipeline, each, levels.levels(each)))
+        except InfeasibleError as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.missing)
+    return found
 
 
 def _moved(levels: StageLevels, starts: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,11 +11,14 @@ from passes.capture import capture
 from passes.clock import Clock
 from passes.cost.cluster import CLUSTERS
 from passes.ir.decisions import Decisions
+from passes.ir.levels import level_items
 from passes.ir.mesh import Mesh
 from passes.normalize import normalize
 from passes.search.configurations import limited_configurations
+from passes.search.pipelines.bounds import PipelineBounds
 from passes.search.pipelines.least_memory import LeastMemory
 from passes.search.subproblems import MicroBatchPrograms, Subproblems
+from passes.solve import solve
 from tests.architectures import ARCHITECTURES
 
 FAST = (
@@ -56,3 +59,24 @@ def test_no_strategies_take_less(name: str) -> None:
                 parts.append(bound / taken)
     # It is near to what is taken where all of the tensors can be split.
     assert max(parts) > 0.5
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "t5"])
+def test_levels_are_not_refused_below_their_seconds(name: str) -> None:
+    """No level of recompute is left out for a limit that its best choice without memory limit keeps."""
+    stock = ARCHITECTURES[name]
+    model, inputs, mesh = stock.make(), stock.inputs(12), Mesh(("a", "b"), (2, 3))
+    request = make_request(6, Options(cluster=CLUSTERS["h100"]))
+    info = read_model(model, inputs, request)
+    program = normalize(capture(model, info.inputs, tracing(model, info, request, "train")))
+    given = request.space(info.casts(request.precision), Decisions())
+    space = replace(given, any_shape=False, mesh=mesh, micro_batches=2, some_copies=False, memory_limit=1e15)
+    subproblems = Subproblems(MicroBatchPrograms(program, space, Clock()), space, Clock(), 1e15)
+    bounds, relaxed = PipelineBounds(subproblems, LeastMemory(subproblems)), subproblems.relaxed(mesh, 2)
+    assert relaxed is not None
+    assert bounds.narrowed(space, 0.0).space is None
+    for configuration in limited_configurations(space, mesh, 2, relaxed.program.folded):
+        best = solve(relaxed.problem, space.cluster, subproblems.limits(configuration), configuration)
+        found = bounds.narrowed(space, best.seconds * (1 + 1e-9)).space
+        assert found is not None
+        assert level_items(configuration.recompute) not in found.refused

@@ -112,8 +112,8 @@ def test_near_bytes_are_those_of_a_line():
 
 
 def test_near_bytes_stay_within_bounds():
-    """Where a line misses, the bytes are no less than those of a stage within it, and no more than those of one that
-    holds it."""
+    """Bytes that are not linear are no less than those of a stage within it, and no more than those of one that holds
+    it."""
     memory = StageMemory(POSITIONS, Bent)
     held = plain(1)[0]
     known = {(first, last): memory.near_bytes(first, last, held) for first, last in ((1, 9), (2, 11), (1, 31), (1, 41))}
