@@ -36,7 +36,7 @@ from passes.search.configurations import any_number
 from passes.search.found import Found, MemorySimulator, found_choice, lowered_choice
 from passes.search.pipelines import best_pipeline
 from passes.search.progress import Progress
-from passes.search.refinement import best_choice
+from passes.search.refinement import best_choice, is_spent
 from passes.search.restrict import planned_methods, planned_solution, regathered, restricted
 from passes.search.space import PipelineChoices, Space
 from passes.search.stripes import decided_together, offering
@@ -49,8 +49,8 @@ __all__ = ["Found", "MemorySimulator", "Space", "best_step_s", "search"]
 _ATTEMPTS = 12
 # A pipeline that was not asked for is taken where it is faster by this part or more: it needs `forward_backward`.
 _WORTH = 0.05
-# A choice that the simulator's count leaves is taken without a search of all others if it is slower than their bound by
-# this part at most; the gap of the plan says so.
+# A choice that the simulator's count leaves is taken without a search of all others if it is slower than the best one
+# without that count by this part at most; the gap of the plan says so.
 _NEAR = 1e-2
 
 
@@ -130,7 +130,7 @@ def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator)
         key = levels_key(choice.solution.configuration)
         reserves = {**subproblems.reserves, key: max(reserve, subproblems.reserves.get(key, 0.0))}
         subproblems = replace(subproblems, reserves=reserves)
-        choice = _next(subproblems, choice, bound)
+        choice = _next(subproblems, choice, first.seconds * (1 + _NEAR))
     missing = peak - space.memory_limit
     raise InfeasibleError(
         f"no plan was found that fits the memory limit of {space.memory_limit / GIB:.3g} GiB per device, though one "
@@ -216,12 +216,12 @@ def _replayed(
     return problem, found
 
 
-def _next(subproblems: Subproblems, choice: Choice, bound: float) -> Choice | None:
-    """The best choice in less memory than `choice` was found with: under its configuration where that is near `bound`,
-    a lower bound on the step time of all choices, else under all. None where there is none."""
+def _next(subproblems: Subproblems, choice: Choice, near_s: float) -> Choice | None:
+    """The best choice in less memory than `choice` was found with: under its configuration where that takes `near_s`
+    seconds at most, or the effort is spent, else under all. None where there is none."""
     configuration, folded = choice.subproblem.configuration, choice.subproblem.program.folded
     same = [under(0.0, lambda: choice.subproblem, each, subproblems) for each in any_number(configuration, folded)]
     progress = close(subproblems, explore(same, subproblems, Progress()))
-    if progress.cutoff <= bound * (1 + _NEAR):
+    if progress.cutoff <= near_s or (progress.best is not None and is_spent(subproblems)):
         return progress.best
     return best_choice(subproblems, progress).best

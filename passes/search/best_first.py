@@ -148,10 +148,13 @@ class SomeCopies(SearchNode):
         """Begin to bound them."""
         made = self.make()
         least, most = numbers(self.configurations[0])
+        last = most
         most = (
             bisect_left(range(least + 1, most + 1), True, key=lambda n: not progress.may_improve(self.least_s(n)))
             + least
         )
+        if most < last:
+            progress = progress.without(self.least_s(most + 1))
         configurations = tuple(between(each, least, most) for each in self.configurations)
         if least == most and len(configurations) == 1:
             return Unbounded(self.bound, partial(subproblems.limited, made, *configurations)).expand(
@@ -182,7 +185,7 @@ class BoundingCopies(SearchNode):
         solver = self.subproblem.solver
         try:
             with subproblems.clock("solve"):
-                goes_on = solver.climb(progress.cutoff)
+                goes_on = solver.climb(progress.goal)
         except InfeasibleError:
             return (), progress
         if goes_on:
@@ -215,7 +218,7 @@ def _has_begun(subproblem: Subproblem, subproblems: Subproblems, progress: Progr
     """Let the solver of a relaxation find its first bound. False where nothing fits."""
     try:
         with subproblems.clock("solve"):
-            subproblem.solver.begin(progress.cutoff)
+            subproblem.solver.begin(progress.goal)
     except InfeasibleError:
         # What a relaxation lacks is not what any of its configurations lacks.
         return False
@@ -319,13 +322,16 @@ def explore(nodes: Iterable[SearchNode], subproblems: Subproblems, progress: Pro
     while queue:
         bound, _, node = heapq.heappop(queue)
         if not progress.may_improve(bound):
+            progress = progress.without(bound)
             break
         following, progress = node.expand(subproblems, progress)
         for each in following:
             # Nodes with nothing better would keep the arrays of their solvers.
             if progress.may_improve(each.bound):
                 heapq.heappush(queue, (each.bound, next(numbers), each))
-    return replace(progress, open=tuple(each for each in progress.open if progress.may_improve(each.bound)))
+            else:
+                progress = progress.without(each.bound)
+    return progress.closing_others()
 
 
 def close(subproblems: Subproblems, progress: Progress, at_least: float = LEAST_ALLOWANCE) -> Progress:
@@ -351,7 +357,7 @@ def _close(subproblem: Subproblem, subproblems: Subproblems, progress: Progress,
     before = solver.effort.spent
     try:
         with subproblems.clock("solve"):
-            solver.close(progress.cutoff, allowance)
+            solver.close(progress.goal, allowance)
     except InfeasibleError as error:
         progress = progress.failing([error])
     progress = progress.considering(subproblem, subproblems)
@@ -362,7 +368,7 @@ def _begin(subproblem: Subproblem, subproblems: Subproblems, progress: Progress)
     """Let the solver of a subproblem find its first bound and choice, if it has not."""
     try:
         if not subproblem.solver.has_begun:
-            subproblems.begin(subproblem, progress.cutoff)
+            subproblems.begin(subproblem, progress.goal)
     except InfeasibleError as error:
         subproblem.solver.gap.bound = float("inf")
         return progress.failing([error])
@@ -375,7 +381,7 @@ def _raise_bound(subproblem: Subproblem, subproblems: Subproblems, progress: Pro
         return False, progress
     try:
         with subproblems.clock("solve"):
-            goes_on = subproblem.solver.climb(progress.cutoff)
+            goes_on = subproblem.solver.climb(progress.goal)
     except InfeasibleError as error:
         subproblem.solver.gap.bound = float("inf")
         return False, progress.failing([error])

@@ -8,7 +8,7 @@ from passes.ir.mesh import Mesh
 from passes.lower.recompute import check_patterns
 from passes.search.configurations import configuration_text
 from passes.search.progress import Progress
-from passes.search.refinement import all_choices, best_choice, first_choice
+from passes.search.refinement import all_choices, best_choice, first_choice, is_spent, same_layouts
 from passes.search.space import Space
 from passes.search.stripes import has_uneven_work, in_stripes, offering, together
 from passes.search.subproblems import Choice, Subproblems
@@ -36,7 +36,8 @@ def searched(subproblems: Subproblems, limit_s: float = float("inf")) -> tuple[S
     """The search of all subproblems for choices of less than `limit_s` seconds, and these.
 
     Full recompute of some copies means many more configurations, which pay where full recompute of all copies would be
-    the best: only there all is searched with them, too.
+    the best: only there they are searched, too: for the layouts of the best choice, and then, unless the effort is spent,
+    for all.
     """
     subproblems, progress = _searched(subproblems, Progress(limit_s=limit_s))
     best, space = progress.incumbent, subproblems.space
@@ -45,7 +46,8 @@ def searched(subproblems: Subproblems, limit_s: float = float("inf")) -> tuple[S
     if "full" not in best.solution.configuration.recompute.values():
         return subproblems, progress
     wider = replace(subproblems, space=replace(space, divides_copies=True))
-    return _searched(wider, Progress(best, limit_s))
+    progress = same_layouts(wider, progress)
+    return (wider, progress) if is_spent(wider) else _searched(wider, Progress(progress.incumbent, limit_s))
 
 
 def _searched(subproblems: Subproblems, progress: Progress) -> tuple[Subproblems, Progress]:

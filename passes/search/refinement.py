@@ -42,6 +42,9 @@ _SEARCHED_WHOLLY = 3
 _HELPS = 5e-3
 # Units of effort for closing the gap to what is near, each time, at least.
 _BRIEFLY = 700.0
+# Units of effort of a search. After each such many, what is near to a choice must make the step faster by `_HELPS` more
+# to be of interest; after so many times as many, nothing more is looked at.
+_THOROUGHLY, _MOST = 10_000.0, 7
 
 
 def best_choice(subproblems: Subproblems, progress: Progress) -> Progress:
@@ -68,6 +71,24 @@ def all_choices(subproblems: Subproblems, progress: Progress) -> Progress:
     if not space.any_shape and _axes(space.mesh) > 2 and progress.incumbent is not None:
         progress = _exchange(subproblems, space.mesh, progress)
     return _rest(subproblems, progress)
+
+
+def same_layouts(subproblems: Subproblems, progress: Progress) -> Progress:
+    """Search the layouts of the incumbent under all other configurations of the space with as many micro-batches."""
+    choice = progress.incumbent
+    if choice is None:
+        return progress
+    before = choice.subproblem
+    others = _other_configurations(subproblems, choice, before.configuration.micro_batches)
+    only = subproblems.subproblem(
+        before.program, before.problem.only(choice.solution.picks), choice.solution.configuration
+    )
+    return close(subproblems, explore(_nodes(lambda: only, tuple(others), subproblems), subproblems, progress))
+
+
+def is_spent(subproblems: Subproblems) -> bool:
+    """Whether a search has spent so much effort that nothing more is looked at."""
+    return subproblems.memo.effort.spent >= _MOST * _THOROUGHLY
 
 
 def _rest(subproblems: Subproblems, progress: Progress) -> Progress:
@@ -116,7 +137,7 @@ def _search_shapes(subproblems: Subproblems, progress: Progress) -> Progress:
     meshes = shapes(space.mesh.size, space.cluster.node_size)
     # Meshes of two axes offer what that of one does. It is searched in no time, and its best choice excludes much.
     for some in ([mesh for mesh in meshes if len(mesh.sizes) == count] for count in (1, 2)):
-        progress = _search(subproblems, some, progress)
+        progress = _search(subproblems, some, _tolerant(subproblems, progress))
     return progress
 
 
@@ -129,9 +150,14 @@ def _near_to_best(subproblems: Subproblems, progress: Progress) -> Progress:
     while True:
         progress = _climb(subproblems, progress, seen)
         before = progress.cutoff
-        progress = close(subproblems, progress)
+        progress = close(subproblems, _tolerant(subproblems, progress))
         if not _is_faster(progress, before):
             return progress
+
+
+def _tolerant(subproblems: Subproblems, progress: Progress) -> Progress:
+    """The progress with the tolerance for the effort spent so far."""
+    return replace(progress, tolerance=_HELPS * int(subproblems.memo.effort.spent / _THOROUGHLY))
 
 
 def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) -> Progress:
@@ -144,15 +170,17 @@ def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) ->
             break
         if change is _CHANGES[-1]:
             # These are the most choices by far: the better the best one is, the fewer of them are searched.
-            progress = close(subproblems, progress)
+            progress = close(subproblems, _tolerant(subproblems, progress))
         parent = progress.incumbent
         assert parent is not None
         for near in () if _is_faster(progress, before) else change(subproblems, parent):
+            if is_spent(subproblems):
+                return progress
             new = near.without(seen)
             seen.update(new.keys)
-            progress = explore(new.nodes(subproblems), subproblems, progress)
+            progress = explore(new.nodes(subproblems), subproblems, _tolerant(subproblems, progress))
             if sum(each.pairs for each in progress.open) > _MOST_OPEN:
-                progress = close(subproblems, progress, _BRIEFLY)
+                progress = close(subproblems, _tolerant(subproblems, progress), _BRIEFLY)
         if _is_faster(progress, before):
             changes, before = iter(_CHANGES), progress.cutoff
     return progress

@@ -26,7 +26,7 @@ from passes.rules.strategies import AllowedMethods, method_token
 from passes.search.configurations import between, numbers, relaxed_configuration
 from passes.search.space import Space
 from passes.solve.arrays import least_seconds
-from passes.solve.limits import Limits
+from passes.solve.limits import Effort, Limits
 from passes.solve.solver import Guess, Solver
 from passes.strategies import Analysis, analyze, planning_problem
 
@@ -95,6 +95,9 @@ class MicroBatchPrograms:
 # Bytes that differ by less than this part are counted in one order of their terms.
 _ROUNDING = 1e-9
 
+# Making a strategy, and the costs of a pair of them, takes as long as operations on so many array elements.
+_PER_STRATEGY, _PER_PAIR = 10_000, 400
+
 # The methods of a node that splits nothing on an axis.
 _WHOLE = frozenset({"I", "R"})
 
@@ -134,10 +137,13 @@ class Subproblem:
     @property
     def pairs(self) -> int:
         """The number of pairs of strategies over all edges, in which the size of the solver's arrays is linear."""
-        nodes = self.problem.nodes
-        return sum(
-            len(nodes[edge.producer].strategies) * len(nodes[edge.consumer].strategies) for edge in self.problem.edges
-        )
+        return _pairs(self.problem)
+
+
+def _pairs(problem: Problem) -> int:
+    """The number of pairs of strategies over all edges of a problem."""
+    counts = [len(node.strategies) for node in problem.nodes]
+    return sum(counts[edge.producer] * counts[edge.consumer] for edge in problem.edges)
 
 
 @dataclass(frozen=True)
@@ -158,13 +164,15 @@ class Memo:
     """Results that hold for all spaces over one program: costs of redistributions by mesh, problems by mesh and number
     of micro-batches, subproblems without memory limit by these, and lower bounds by the key of their
     configuration. A bound found within a memory limit holds within any smaller one. `guesses` are the last multipliers
-    of bounds by the levels of recompute and the number of micro-batches, with and without a limit."""
+    of bounds by the levels of recompute and the number of micro-batches, with and without a limit. `effort` was spent
+    on all of that."""
 
     costs: dict[Mesh, RedistributionCosts] = field(default_factory=dict)
     problems: dict[tuple[Mesh, int], Problem] = field(default_factory=dict)
     relaxed: dict[tuple[Mesh, int], Subproblem] = field(default_factory=dict)
     bounds: dict[Hashable, float] = field(default_factory=dict)
     guesses: dict[Hashable, Guess] = field(default_factory=dict)
+    effort: Effort = field(default_factory=Effort)
 
 
 def levels_key(configuration: Configuration) -> Hashable:
@@ -346,4 +354,6 @@ class Subproblems:
                 del costs[other]
             costs[mesh] = RedistributionCosts(cluster, mesh)
         with self.clock("solve"):
-            return Solver(problem, cluster, limits, configuration, costs[mesh])
+            strategies = sum(len(node.strategies) for node in problem.nodes)
+            self.memo.effort.add(_PER_PAIR * _pairs(problem) + _PER_STRATEGY * strategies)
+            return Solver(problem, cluster, limits, configuration, costs[mesh], total=self.memo.effort)

@@ -22,13 +22,16 @@ class OutOfEffortError(Exception):
 
 @dataclass
 class Effort:
-    """Effort that was spent on a problem so far, in units."""
+    """Effort that was spent so far, in units: on one problem, as a part of that on all of a search, `total`."""
 
     spent: float = 0.0
+    total: "Effort | None" = None
 
     def add(self, elements: float, calls: int = 1) -> None:
         """Count operations on so many array elements in all, in so many `calls`."""
         self.spent += (elements + calls * _CALL) / _UNIT
+        if self.total is not None:
+            self.total.add(elements, calls)
 
 
 class InfeasibleProgramError(Exception):

@@ -26,8 +26,9 @@ from passes.search.best_first import ByStage, Unlimited, close, explore
 from passes.search.configurations import limited_configurations
 from passes.search.progress import Progress
 from passes.search.refinement import Near, _climb, best_choice
-from passes.search.subproblems import Choice, MicroBatchPrograms, Subproblem, Subproblems
+from passes.search.subproblems import Choice, Memo, MicroBatchPrograms, Subproblem, Subproblems
 from passes.solve import solve
+from passes.solve.limits import Effort
 from tests.models import llama, tokens
 
 # Four devices, two in a node: shapes differ in what they cost.
@@ -94,6 +95,47 @@ def test_what_is_open_is_closed_before_it_is_too_much(monkeypatch: pytest.Monkey
     monkeypatch.setattr(refinement, "explore", opening)
     monkeypatch.setattr(refinement, "close", closing)
     monkeypatch.setattr(refinement, "_CHANGES", (near(5), near(1)))
-    progress = _climb(cast("Subproblems", None), Progress(Choice(subproblem, solution)), set())
+    progress = _climb(_that_spent(Effort()), Progress(Choice(subproblem, solution)), set())
     assert closed == [(2, (refinement._BRIEFLY,)), (2, (refinement._BRIEFLY,)), (1, ())]
     assert len(progress.open) == 1
+
+
+def _that_spent(effort: Effort) -> Subproblems:
+    return cast("Subproblems", SimpleNamespace(memo=Memo(effort=effort)))
+
+
+def test_the_more_effort_was_spent_the_more_a_choice_must_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tolerance of what is looked at grows with the effort, until nothing more is looked at."""
+    effort, tolerances = Effort(), list[float]()
+    subproblem = cast("Subproblem", SimpleNamespace(pairs=0))
+    solution = Solution((), frozenset(), 1.0, 1.0, Configuration(Mesh(("dp",), (2,))))
+
+    def exploring(_: object, __: object, progress: Progress) -> Progress:
+        tolerances.append(progress.tolerance)
+        effort.spent += 0.7 * refinement._THOROUGHLY
+        return progress
+
+    monkeypatch.setattr(refinement, "explore", exploring)
+    every = (lambda *_: (Near(lambda: subproblem, (), (axis,)) for axis in range(100)),)
+    monkeypatch.setattr(refinement, "_CHANGES", every)
+    _climb(_that_spent(effort), Progress(Choice(subproblem, solution)), set())
+    helps = refinement._HELPS
+    assert tolerances == [helps * each for each in (0, 0, 1, 2, 2, 3, 4, 4, 5, 6)]
+    assert effort.spent == pytest.approx(refinement._MOST * refinement._THOROUGHLY)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.1])
+def test_what_the_tolerance_leaves_out_is_in_the_bound(tolerance: float) -> None:
+    """With a tolerance the best choice is at most so much slower than without, and its bound says so."""
+    subproblems = _asked({"dp": 2}, 8e5)
+    best = best_choice(subproblems, Progress()).best
+    assert best is not None
+    slow = best_choice(subproblems.over(replace(subproblems.space, memory_limit=4e5)), Progress()).best
+    assert slow is not None
+    assert best.seconds < slow.seconds * (1 - 1e-3), "more memory helps"
+    own = _asked({"dp": 2}, 8e5)
+    found = best_choice(own, Progress(slow, tolerance=tolerance)).best
+    assert found is not None
+    assert found.solution.bound <= best.seconds * (1 + 1e-6)
+    assert found.solution.bound >= found.seconds * (1 - tolerance) * (1 - 1e-5)
+    assert found.seconds * (1 - tolerance) <= best.seconds * (1 + 1e-6)
