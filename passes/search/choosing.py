@@ -36,8 +36,8 @@ def searched(subproblems: Subproblems, limit_s: float = float("inf")) -> tuple[S
     """The search of all subproblems for choices of less than `limit_s` seconds, and these.
 
     Full recompute of some copies means many more configurations, which pay where full recompute of all copies would be
-    the best: only there they are searched, too: for the layouts of the best choice, and then, unless the effort is spent,
-    for all.
+    the best. Only there they are searched, too: for the layouts of the best choice, and then, unless the effort is
+    spent, for all.
     """
     subproblems, progress = _searched(subproblems, Progress(limit_s=limit_s))
     best, space = progress.incumbent, subproblems.space

@@ -3,7 +3,8 @@
 All stages share the decisions of the program as a whole. For each number of micro-batches it is solved once, on the
 mesh of one stage, with the memory of all ranks together as its limit, and saved tensors counted for the micro-batches
 in flight. All schedules and numbers of stages cut that choice (`staging`). What cannot beat the best pipeline so far
-by its bound (`bounds`) is not solved, and solutions that could not are pruned.
+by its bound (`bounds`) is not solved, and solutions that could not are pruned. Where something is known, the search
+ends when its effort is spent.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +26,10 @@ from passes.search.pipelines.cuts import NotBetterError
 from passes.search.pipelines.least_memory import LeastMemory
 from passes.search.pipelines.program import StagedProgram
 from passes.search.pipelines.staging import ZERO_BUBBLE, offered_pipelines, staged
+from passes.search.refinement import is_spent
 from passes.search.space import PipelineChoices, Space
 from passes.search.subproblems import Choice, Memo, Subproblems
+from passes.solve.limits import Effort
 
 # Ranks of a pipeline that are tried where their number is free.
 _MOST_RANKS = 16
@@ -122,7 +125,7 @@ def _candidates(
 ) -> Iterator[_Candidate]:
     """All pipelines that are tried and may take less than the limit, by ranks and micro-batches; `unsuited` takes the
     errors of others."""
-    space, memory = subproblems.space, LeastMemory(subproblems)
+    space, memory, effort = subproblems.space, LeastMemory(subproblems), Effort()
     sizes = [asked.ranks]
     if space.any_shape:
         sizes = [ranks for ranks in range(2, _MOST_RANKS + 1) if space.mesh.size % ranks == 0]
@@ -132,7 +135,7 @@ def _candidates(
     for ranks in sizes:
         own = replace(asked, ranks=ranks)
         mesh = Mesh(space.mesh.names, (space.mesh.size // ranks,)) if space.any_shape else space.mesh
-        staged = replace(subproblems.over(replace(space, mesh=mesh)), memo=Memo())
+        staged = replace(subproblems.over(replace(space, mesh=mesh)), memo=Memo(effort=effort))
         bounds = PipelineBounds(staged, memory)
         for count in _counts(staged, own):
             if count == 1 and not asked.required:
@@ -191,12 +194,13 @@ class _Search:
         """Take the best pipeline of a candidate as the incumbent, if it is better."""
         seen: list[_Decisions] = []
         # Its problems are its own, so that they are given up with it.
-        memo = Memo(costs=candidate.subproblems.memo.costs)
+        shared = candidate.subproblems.memo
+        memo = Memo(costs=shared.costs, effort=shared.effort)
         memories = _memories(candidate.asked.ranks)
         memory: tuple[int, float] | None = next(memories)
         while memory is not None:
             pipelines = [pipeline for bound, pipeline in candidate.pipelines if bound < self.limit_s]
-            if not pipelines:
+            if not pipelines or (self.limit_s < float("inf") and is_spent(candidate.subproblems)):
                 return
             # Bounds that are known within more memory hold within less.
             within = replace(memo, bounds=dict(memo.bounds))
