@@ -118,18 +118,13 @@ def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator)
     bound, attempts = first.solution.bound, 0
     while choice is not None and attempts < _ATTEMPTS:
         attempts += 1
-        chosen = choice.subproblem
-        lowered = lowered_choice(subproblems, chosen.program, chosen.problem, choice.solution)
-        found = found_choice(subproblems, lowered, simulate, bound)
-        peak = max(memory.peak for memory in found.memory)
+        found, peak, reserve = _simulated(subproblems, choice, simulate, bound)
         if peak <= space.memory_limit:
+            if reserve < subproblems.reserve(choice.solution.configuration):
+                return _with_less_reserve(subproblems, choice, found, reserve, simulate, bound)
             return found
-        # The solver counts this choice by blocks, the simulator by statements. With the difference set aside, the
-        # choice is above the limit in the solver's count, too. It depends most on the levels of recompute.
-        reserve = peak - memory_use(chosen.problem, choice.solution, space.optimizer_states).peak
-        key = levels_key(choice.solution.configuration)
-        reserves = {**subproblems.reserves, key: max(reserve, subproblems.reserves.get(key, 0.0))}
-        subproblems = replace(subproblems, reserves=reserves)
+        # With what the simulator counts more set aside, the choice is above the limit in the solver's count, too.
+        subproblems = subproblems.reserving(choice.solution.configuration, reserve)
         choice = _next(subproblems, choice, first.seconds * (1 + _NEAR))
     missing = peak - space.memory_limit
     raise InfeasibleError(
@@ -137,6 +132,34 @@ def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator)
         f"may exist: of {attempts} tried the last exceeds it by {missing / GIB:.3g} GiB; raise the limit",
         missing,
     )
+
+
+def _simulated(
+    subproblems: Subproblems, choice: Choice, simulate: MemorySimulator, bound: float
+) -> tuple[Found, float, float]:
+    """A choice with the bytes of its peak, and by how many these exceed the solver's count: the solver counts by
+    blocks, the simulator by statements."""
+    chosen = choice.subproblem
+    lowered = lowered_choice(subproblems, chosen.program, chosen.problem, choice.solution)
+    found = found_choice(subproblems, lowered, simulate, bound)
+    peak = max(memory.peak for memory in found.memory)
+    counted = memory_use(chosen.problem, choice.solution, subproblems.space.optimizer_states).peak
+    return found, peak, peak - counted
+
+
+def _with_less_reserve(
+    subproblems: Subproblems, choice: Choice, found: Found, reserve: float, simulate: MemorySimulator, bound: float
+) -> Found:
+    """What was `found` for a choice, or something faster under its configuration, with as many bytes set aside as the
+    simulator counts more for it: less than before."""
+    key = levels_key(choice.solution.configuration)
+    less = replace(subproblems, reserves={**subproblems.reserves, key: reserve})
+    better = _under_same_configuration(less, choice, Progress(limit_s=choice.seconds)).best
+    if better is None:
+        return found
+    other, peak, _ = _simulated(less, better, simulate, bound)
+    is_better = peak <= less.space.memory_limit and other.seconds.total < found.seconds.total
+    return other if is_better else found
 
 
 def best_step_s(program: Program, space: Space, simulate: MemorySimulator, clock: Clock, devices: int) -> float | None:
@@ -219,9 +242,14 @@ def _replayed(
 def _next(subproblems: Subproblems, choice: Choice, near_s: float) -> Choice | None:
     """The best choice in less memory than `choice` was found with: under its configuration where that takes `near_s`
     seconds at most, or the effort is spent, else under all. None where there is none."""
+    limit_s = float("inf") if is_spent(subproblems) else near_s
+    progress = _under_same_configuration(subproblems, choice, Progress(limit_s=limit_s))
+    return progress.best or best_choice(subproblems, Progress()).best
+
+
+def _under_same_configuration(subproblems: Subproblems, choice: Choice, progress: Progress) -> Progress:
+    """Search the choices of layouts that `choice` was found among under its configuration, with any number of copies
+    that are recomputed fully."""
     configuration, folded = choice.subproblem.configuration, choice.subproblem.program.folded
     same = [under(0.0, lambda: choice.subproblem, each, subproblems) for each in any_number(configuration, folded)]
-    progress = close(subproblems, explore(same, subproblems, Progress()))
-    if progress.cutoff <= near_s or (progress.best is not None and is_spent(subproblems)):
-        return progress.best
-    return best_choice(subproblems, progress).best
+    return close(subproblems, explore(same, subproblems, progress))

@@ -28,9 +28,10 @@ from passes.search.progress import Progress
 from passes.search.recomputing import RecomputeBounds, least_per_copy_s, recompute_bounds
 from passes.search.subproblems import Subproblem, Subproblems, levels_key
 
-# Units of effort for closing gaps (`passes/solve/limits`): in all, and for each subproblem at least.
+# Units of effort for closing gaps (`passes/solve/limits`): in all, for one subproblem at least, and for each of many.
 ALLOWANCE = 4000.0
 LEAST_ALLOWANCE = 2500.0
+BRIEFLY = 700.0
 
 
 @dataclass(frozen=True)
@@ -334,14 +335,17 @@ def explore(nodes: Iterable[SearchNode], subproblems: Subproblems, progress: Pro
     return progress.closing_others()
 
 
-def close(subproblems: Subproblems, progress: Progress, at_least: float = LEAST_ALLOWANCE) -> Progress:
-    """Close the gaps of all open subproblems that may hold something better, lowest bound first: with `ALLOWANCE` units
-    of effort in all, and `at_least` so many for each."""
+def close(
+    subproblems: Subproblems, progress: Progress, at_least: float = LEAST_ALLOWANCE, allowance: float = ALLOWANCE
+) -> Progress:
+    """Close the gaps of all open subproblems that may hold something better, lowest bound first: with `allowance` units
+    of effort in all, and `at_least` so many for the first, and half as many for each of the next, down to `BRIEFLY`."""
     while progress.open:
         subproblem = min(progress.open, key=lambda item: item.bound)
         progress = replace(progress, open=tuple(item for item in progress.open if item is not subproblem))
         if progress.may_improve(subproblem.bound) or progress.cutoff == float("inf"):
-            progress = _close(subproblem, subproblems, progress, max(at_least, ALLOWANCE - progress.effort))
+            progress = _close(subproblem, subproblems, progress, max(at_least, allowance - progress.effort))
+            at_least = max(at_least / 2, min(at_least, BRIEFLY))
             has_limit = subproblem.solver.limits == subproblems.limits(subproblem.configuration)
             if not has_limit and not subproblems.fits(subproblem):
                 # The best choice without limit breaks it, though another one did not.

@@ -15,7 +15,7 @@ from passes.ir.configuration import Configuration
 from passes.ir.errors import ConstraintError
 from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
-from passes.search.best_first import OnMesh, SearchNode, Unlimited, close, explore, under
+from passes.search.best_first import BRIEFLY, OnMesh, SearchNode, Unlimited, close, explore, under
 from passes.search.configurations import (
     any_number,
     chooses_recompute_apart,
@@ -40,8 +40,6 @@ _SEARCHED_WHOLLY = 3
 # What is next to a choice helps where it makes the step faster by more than this part of it. As collectives over
 # adjacent axes run as one, a finer mesh is never slower than a coarser one, and mostly a very little faster.
 _HELPS = 5e-3
-# Units of effort for closing the gap to what is near, each time, at least.
-_BRIEFLY = 700.0
 # Units of effort of a search. After each such many, what is near to a choice must make the step faster by `_HELPS` more
 # to be of interest; after so many times as many, nothing more is looked at.
 _THOROUGHLY, _MOST = 10_000.0, 7
@@ -145,14 +143,23 @@ def _near_to_best(subproblems: Subproblems, progress: Progress) -> Progress:
     """Close the gaps of a search of shapes, and search, if the space says so, what is next to the best choice as long
     as that helps."""
     if not subproblems.space.near:
-        return close(subproblems, progress)
+        return _close(subproblems, progress)
     seen: set[Hashable] = set()
     while True:
         progress = _climb(subproblems, progress, seen)
         before = progress.cutoff
-        progress = close(subproblems, _tolerant(subproblems, progress))
+        progress = _close(subproblems, progress)
         if not _is_faster(progress, before):
             return progress
+
+
+def _close(subproblems: Subproblems, progress: Progress) -> Progress:
+    """Close the gaps of what is open, briefly if something is known and much effort was spent before, and hardly if all
+    of it was."""
+    tolerant = _tolerant(subproblems, progress)
+    if not tolerant.tolerance or progress.incumbent is None:
+        return close(subproblems, tolerant)
+    return close(subproblems, tolerant, 0.0 if is_spent(subproblems) else BRIEFLY, BRIEFLY)
 
 
 def _tolerant(subproblems: Subproblems, progress: Progress) -> Progress:
@@ -170,7 +177,7 @@ def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) ->
             break
         if change is _CHANGES[-1]:
             # These are the most choices by far: the better the best one is, the fewer of them are searched.
-            progress = close(subproblems, _tolerant(subproblems, progress))
+            progress = _close(subproblems, progress)
         parent = progress.incumbent
         assert parent is not None
         for near in () if _is_faster(progress, before) else change(subproblems, parent):
@@ -180,7 +187,7 @@ def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) ->
             seen.update(new.keys)
             progress = explore(new.nodes(subproblems), subproblems, _tolerant(subproblems, progress))
             if sum(each.pairs for each in progress.open) > _MOST_OPEN:
-                progress = close(subproblems, _tolerant(subproblems, progress), _BRIEFLY)
+                progress = close(subproblems, _tolerant(subproblems, progress), BRIEFLY, BRIEFLY)
         if _is_faster(progress, before):
             changes, before = iter(_CHANGES), progress.cutoff
     return progress
@@ -378,6 +385,6 @@ def _exchange(subproblems: Subproblems, mesh: Mesh, progress: Progress) -> Progr
         nodes = [node for each in _pairs_free(mesh) for node in _refining(subproblems, parent, mesh, each)]
         progress = explore(nodes, subproblems, progress)
         if progress.incumbent is parent:
-            progress = close(subproblems, progress, _BRIEFLY)
+            progress = close(subproblems, progress, BRIEFLY)
             if progress.incumbent is parent:
                 return progress

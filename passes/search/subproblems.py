@@ -195,7 +195,7 @@ def _tokens(methods: Sequence[str], sizes: Sequence[int], is_op: bool, rule: Rul
 @dataclass(frozen=True)
 class Subproblems:
     """The subproblems of a space within `memory_limit` (bytes), of which `reserves` are set aside, by the levels of
-    recompute (see `levels_key`)."""
+    recompute (see `levels_key`); for other levels as many as the most of these."""
 
     programs: MicroBatchPrograms
     space: Space
@@ -206,8 +206,18 @@ class Subproblems:
 
     def limits(self, configuration: Configuration) -> Limits:
         """The limits that choices under `configuration` must keep."""
-        memory = self.memory_limit - self.reserves.get(levels_key(configuration), 0.0)
+        memory = self.memory_limit - self.reserve(configuration)
         return Limits(memory, self.space.optimizer_states, self.space.memory_limit)
+
+    def reserve(self, configuration: Configuration) -> float:
+        """Bytes that are set aside under `configuration`."""
+        most = max(self.reserves.values(), default=0.0)
+        return self.reserves.get(levels_key(configuration), most)
+
+    def reserving(self, configuration: Configuration, bytes: float) -> "Subproblems":
+        """The subproblems with at least so many bytes set aside under `configuration`."""
+        key = levels_key(configuration)
+        return replace(self, reserves={**self.reserves, key: max(bytes, self.reserves.get(key, 0.0))})
 
     def over(self, space: Space) -> "Subproblems":
         """The subproblems of another space over the same program."""

@@ -76,7 +76,7 @@ def test_the_bound_without_limit_holds_for_every_configuration() -> None:
 def test_what_is_open_is_closed_before_it_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the open nodes have more pairs of strategies than are held at once, they are closed briefly before anything
     else is made; and all before the largest change."""
-    held = refinement._MOST_OPEN
+    held, briefly = refinement._MOST_OPEN, (refinement.BRIEFLY, refinement.BRIEFLY)
     subproblem = cast("Subproblem", SimpleNamespace(pairs=0.6 * held))
     solution = Solution((), frozenset(), 1.0, 1.0, Configuration(Mesh(("dp",), (2,))))
     closed = list[tuple[int, tuple[float, ...]]]()
@@ -96,7 +96,7 @@ def test_what_is_open_is_closed_before_it_is_too_much(monkeypatch: pytest.Monkey
     monkeypatch.setattr(refinement, "close", closing)
     monkeypatch.setattr(refinement, "_CHANGES", (near(5), near(1)))
     progress = _climb(_that_spent(Effort()), Progress(Choice(subproblem, solution)), set())
-    assert closed == [(2, (refinement._BRIEFLY,)), (2, (refinement._BRIEFLY,)), (1, ())]
+    assert closed == [(2, briefly), (2, briefly), (1, ())]
     assert len(progress.open) == 1
 
 
