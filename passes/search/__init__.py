@@ -120,12 +120,21 @@ def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator)
         attempts += 1
         found, peak, reserve = _simulated(subproblems, choice, simulate, bound)
         if peak <= space.memory_limit:
-            if reserve < subproblems.reserve(choice.solution.configuration):
-                return _with_less_reserve(subproblems, choice, found, reserve, simulate, bound)
-            return found
+            key = levels_key(choice.solution.configuration)
+            borrowed = 0.0 if key in subproblems.reserves else subproblems.reserve(choice.solution.configuration)
+            if reserve >= borrowed or not borrowed:
+                return found
+            less = replace(subproblems, reserves={**subproblems.reserves, key: reserve})
+            return _with_less_reserve(less, choice, found, simulate, bound)
         # With what the simulator counts more set aside, the choice is above the limit in the solver's count, too.
         subproblems = subproblems.reserving(choice.solution.configuration, reserve)
-        choice = _next(subproblems, choice, first.seconds * (1 + _NEAR))
+        last, near_s = choice, first.seconds * (1 + _NEAR)
+        choice = _next(subproblems, last, near_s)
+        if choice is None and subproblems.lends:
+            # Other levels may need less than was set aside for those that were simulated. What is known within less
+            # memory does not hold within more.
+            subproblems = replace(subproblems, lends=False, memo=replace(subproblems.memo, bounds={}))
+            choice = _next(subproblems, last, near_s)
     missing = peak - space.memory_limit
     raise InfeasibleError(
         f"no plan was found that fits the memory limit of {space.memory_limit / GIB:.3g} GiB per device, though one "
@@ -148,17 +157,15 @@ def _simulated(
 
 
 def _with_less_reserve(
-    subproblems: Subproblems, choice: Choice, found: Found, reserve: float, simulate: MemorySimulator, bound: float
+    subproblems: Subproblems, choice: Choice, found: Found, simulate: MemorySimulator, bound: float
 ) -> Found:
-    """What was `found` for a choice, or something faster under its configuration, with as many bytes set aside as the
-    simulator counts more for it: less than before."""
-    key = levels_key(choice.solution.configuration)
-    less = replace(subproblems, reserves={**subproblems.reserves, key: reserve})
-    better = _under_same_configuration(less, choice, Progress(limit_s=choice.seconds)).best
+    """The result `found` for a choice, or a faster one under its configuration, where `subproblems` set fewer bytes
+    aside for it than before."""
+    better = _under_same_configuration(subproblems, choice, Progress(limit_s=choice.seconds)).best
     if better is None:
         return found
-    other, peak, _ = _simulated(less, better, simulate, bound)
-    is_better = peak <= less.space.memory_limit and other.seconds.total < found.seconds.total
+    other, peak, _ = _simulated(subproblems, better, simulate, bound)
+    is_better = peak <= subproblems.space.memory_limit and other.seconds.total < found.seconds.total
     return other if is_better else found
 
 

@@ -195,7 +195,7 @@ def _tokens(methods: Sequence[str], sizes: Sequence[int], is_op: bool, rule: Rul
 @dataclass(frozen=True)
 class Subproblems:
     """The subproblems of a space within `memory_limit` (bytes), of which `reserves` are set aside, by the levels of
-    recompute (see `levels_key`); for other levels as many as the most of these."""
+    recompute (see `levels_key`); for other levels as many as the most of these, if one level `lends` to another."""
 
     programs: MicroBatchPrograms
     space: Space
@@ -203,6 +203,7 @@ class Subproblems:
     memory_limit: float
     memo: Memo = field(default_factory=Memo)
     reserves: Mapping[Hashable, float] = field(default_factory=dict)
+    lends: bool = True
 
     def limits(self, configuration: Configuration) -> Limits:
         """The limits that choices under `configuration` must keep."""
@@ -211,7 +212,7 @@ class Subproblems:
 
     def reserve(self, configuration: Configuration) -> float:
         """Bytes that are set aside under `configuration`."""
-        most = max(self.reserves.values(), default=0.0)
+        most = max(self.reserves.values(), default=0.0) if self.lends else 0.0
         return self.reserves.get(levels_key(configuration), most)
 
     def reserving(self, configuration: Configuration, bytes: float) -> "Subproblems":

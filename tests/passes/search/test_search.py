@@ -38,14 +38,14 @@ def asked() -> tuple[Space, Program]:
 
 
 class Simulator:
-    """Says that the first plans exceed a limit by one byte, and notes their code."""
+    """Says that the first plans exceed a limit by so many bytes, and notes their code."""
 
-    def __init__(self, limit: float, exceeding: int) -> None:
-        self.limit, self.exceeding, self.seen = limit, exceeding, list[str]()
+    def __init__(self, limit: float, exceeding: int, bytes: int = 1) -> None:
+        self.limit, self.exceeding, self.bytes, self.seen = limit, exceeding, bytes, list[str]()
 
     def __call__(self, lowered: object, *_: object) -> tuple[StepPeaks, ...]:
         self.seen.append(str(lowered))
-        peak = self.limit + 1 if len(self.seen) <= self.exceeding else 1
+        peak = self.limit + self.bytes if len(self.seen) <= self.exceeding else 1
         return (StepPeaks((PartPeak(MemoryPeak({"activations": int(peak)}, "here", {}), {}, 0),)),)
 
 
@@ -86,8 +86,8 @@ def test_bounds_on_few_choices_are_not_remembered(asked: tuple[Space, Program]) 
 def test_the_next_choice_is_taken_where_it_is_near(
     asked: tuple[Space, Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A choice that takes little more than the bound ends the search; where it takes more, all are searched again. The
-    gap is the one to the bound of the first search either way."""
+    """A choice that takes little more than the one before ends the search; where it takes more, all are searched again.
+    The gap is the one to the bound of the first search either way."""
     space, program = asked
     space = replace(space, memory_limit=1e6)
     searches: list[Progress] = []
@@ -99,12 +99,35 @@ def test_the_next_choice_is_taken_where_it_is_near(
     monkeypatch.setattr("passes.search.best_choice", counted)
     first = search(program, space, Simulator(1e6, 0), Clock())
     before, bound = len(searches), first.solution.bound
-    distance = search(program, space, Simulator(1e6, 2), Clock()).solution.seconds / bound - 1
+    much = 30_000
+    distance = search(program, space, Simulator(1e6, 1, much), Clock()).solution.seconds / bound - 1
     assert distance > 0
     for near, again in ((distance * 1.001, 0), (distance * 0.999, 1)):
         monkeypatch.setattr("passes.search._NEAR", near)
         searches.clear()
-        found = search(program, space, Simulator(1e6, 2), Clock())
+        found = search(program, space, Simulator(1e6, 1, much), Clock())
         assert len(searches) == before + again
         assert found.solution.seconds == pytest.approx(bound * (1 + distance), rel=1e-9)
         assert found.gap == pytest.approx((found.solution.seconds - bound) / found.seconds.total, rel=1e-6)
+
+
+def test_other_levels_lend_what_they_set_aside(asked: tuple[Space, Program], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the simulator counts more for one level of recompute is set aside for the others, too, until one of them is
+    simulated: then it gets back what it does not need."""
+    space, program = asked
+    space = replace(space, memory_limit=7e5, recompute=None)
+    found = search(program, space, Simulator(7e5, 1, 200_000), Clock())
+    first = search(program, space, Simulator(7e5, 0), Clock())
+    monkeypatch.setattr("passes.search._with_less_reserve", lambda _, __, found, *___: found)
+    lent = search(program, space, Simulator(7e5, 1, 200_000), Clock())
+    assert first.seconds.total <= found.seconds.total < lent.seconds.total
+
+
+def test_what_is_set_aside_for_one_level_refuses_no_other(asked: tuple[Space, Program]) -> None:
+    """Where nothing is found with as much set aside for all levels, each has all of the memory until it is
+    simulated."""
+    space, program = asked
+    space = replace(space, memory_limit=7e5, recompute=None)
+    found = search(program, space, Simulator(7e5, 1, 500_000), Clock())
+    first = search(program, space, Simulator(7e5, 0), Clock())
+    assert found.configuration.recompute != first.configuration.recompute
