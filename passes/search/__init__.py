@@ -40,7 +40,7 @@ from passes.search.refinement import best_choice, is_spent
 from passes.search.restrict import planned_methods, planned_solution, regathered, restricted
 from passes.search.space import PipelineChoices, Space
 from passes.search.stripes import decided_together, offering
-from passes.search.subproblems import Choice, MicroBatchProgram, MicroBatchPrograms, Subproblems, levels_key
+from passes.search.subproblems import Choice, MicroBatchProgram, MicroBatchPrograms, Subproblems
 from passes.solve import solve
 
 __all__ = ["Found", "MemorySimulator", "Space", "best_step_s", "search"]
@@ -49,8 +49,8 @@ __all__ = ["Found", "MemorySimulator", "Space", "best_step_s", "search"]
 _ATTEMPTS = 12
 # A pipeline that was not asked for is taken where it is faster by this part or more: it needs `forward_backward`.
 _WORTH = 0.05
-# A choice that the simulator's count leaves is taken without a search of all others if it is slower than the best one
-# without that count by this part at most; the gap of the plan says so.
+# A choice that the simulator's count leaves is taken without a search of all others if it is slower than the one before
+# by this part at most; the gap of the plan says so.
 _NEAR = 1e-2
 
 
@@ -120,21 +120,19 @@ def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator)
         attempts += 1
         found, peak, reserve = _simulated(subproblems, choice, simulate, bound)
         if peak <= space.memory_limit:
-            key = levels_key(choice.solution.configuration)
-            borrowed = 0.0 if key in subproblems.reserves else subproblems.reserve(choice.solution.configuration)
-            if reserve >= borrowed or not borrowed:
+            configuration = choice.solution.configuration
+            if not subproblems.lends_to(configuration) or reserve >= subproblems.reserve(configuration):
                 return found
-            less = replace(subproblems, reserves={**subproblems.reserves, key: reserve})
-            return _with_less_reserve(less, choice, found, simulate, bound)
+            return _with_less_reserve(subproblems.reserving(configuration, reserve), choice, found, simulate, bound)
         # With what the simulator counts more set aside, the choice is above the limit in the solver's count, too.
         subproblems = subproblems.reserving(choice.solution.configuration, reserve)
-        last, near_s = choice, first.seconds * (1 + _NEAR)
-        choice = _next(subproblems, last, near_s)
+        last = choice
+        choice = _next(subproblems, last)
         if choice is None and subproblems.lends:
             # Other levels may need less than was set aside for those that were simulated. What is known within less
             # memory does not hold within more.
             subproblems = replace(subproblems, lends=False, memo=replace(subproblems.memo, bounds={}))
-            choice = _next(subproblems, last, near_s)
+            choice = _next(subproblems, last)
     missing = peak - space.memory_limit
     raise InfeasibleError(
         f"no plan was found that fits the memory limit of {space.memory_limit / GIB:.3g} GiB per device, though one "
@@ -246,10 +244,10 @@ def _replayed(
     return problem, found
 
 
-def _next(subproblems: Subproblems, choice: Choice, near_s: float) -> Choice | None:
-    """The best choice in less memory than `choice` was found with: under its configuration where that takes `near_s`
-    seconds at most, or the effort is spent, else under all. None where there is none."""
-    limit_s = float("inf") if is_spent(subproblems) else near_s
+def _next(subproblems: Subproblems, choice: Choice) -> Choice | None:
+    """The best choice in less memory than `choice` was found with: under its configuration where that is near to it, or
+    the effort is spent, else under all. None where there is none."""
+    limit_s = float("inf") if is_spent(subproblems) else choice.seconds * (1 + _NEAR)
     progress = _under_same_configuration(subproblems, choice, Progress(limit_s=limit_s))
     return progress.best or best_choice(subproblems, Progress()).best
 

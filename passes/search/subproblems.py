@@ -195,14 +195,15 @@ def _tokens(methods: Sequence[str], sizes: Sequence[int], is_op: bool, rule: Rul
 @dataclass(frozen=True)
 class Subproblems:
     """The subproblems of a space within `memory_limit` (bytes), of which `reserves` are set aside, by the levels of
-    recompute (see `levels_key`); for other levels as many as the most of these, if one level `lends` to another."""
+    recompute (see `levels_key`) and the number of micro-batches. Other numbers have as much for each sample, and other
+    levels as the most of these, if one level `lends` to another."""
 
     programs: MicroBatchPrograms
     space: Space
     clock: Clock
     memory_limit: float
     memo: Memo = field(default_factory=Memo)
-    reserves: Mapping[Hashable, float] = field(default_factory=dict)
+    reserves: Mapping[tuple[Hashable, int], float] = field(default_factory=dict)
     lends: bool = True
 
     def limits(self, configuration: Configuration) -> Limits:
@@ -212,13 +213,21 @@ class Subproblems:
 
     def reserve(self, configuration: Configuration) -> float:
         """Bytes that are set aside under `configuration`."""
-        most = max(self.reserves.values(), default=0.0) if self.lends else 0.0
-        return self.reserves.get(levels_key(configuration), most)
+        own, count = levels_key(configuration), configuration.micro_batches
+        if (own, count) in self.reserves:
+            return self.reserves[own, count]
+        known = self.reserves.items()
+        return max((bytes * of / count for (levels, of), bytes in known if self.lends or levels == own), default=0.0)
 
     def reserving(self, configuration: Configuration, bytes: float) -> "Subproblems":
         """The subproblems with at least so many bytes set aside under `configuration`."""
-        key = levels_key(configuration)
+        key = levels_key(configuration), configuration.micro_batches
         return replace(self, reserves={**self.reserves, key: max(bytes, self.reserves.get(key, 0.0))})
+
+    def lends_to(self, configuration: Configuration) -> bool:
+        """Whether what is set aside under `configuration` is not its own, but that of others."""
+        is_own = (levels_key(configuration), configuration.micro_batches) in self.reserves
+        return not is_own and self.reserve(configuration) > 0
 
     def over(self, space: Space) -> "Subproblems":
         """The subproblems of another space over the same program."""
