@@ -86,7 +86,7 @@ def same_layouts(subproblems: Subproblems, progress: Progress) -> Progress:
 
 def is_spent(subproblems: Subproblems) -> bool:
     """Whether a search has spent so much effort that nothing more is looked at."""
-    return subproblems.memo.effort.spent >= _MOST * _THOROUGHLY
+    return subproblems.memo.effort.total >= _MOST * _THOROUGHLY
 
 
 def _rest(subproblems: Subproblems, progress: Progress) -> Progress:
@@ -164,7 +164,7 @@ def _close(subproblems: Subproblems, progress: Progress) -> Progress:
 
 def _tolerant(subproblems: Subproblems, progress: Progress) -> Progress:
     """The progress with the tolerance for the effort spent so far."""
-    return replace(progress, tolerance=_HELPS * int(subproblems.memo.effort.spent / _THOROUGHLY))
+    return replace(progress, tolerance=_HELPS * int(subproblems.memo.effort.total / _THOROUGHLY))
 
 
 def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) -> Progress:

@@ -376,4 +376,4 @@ class Subproblems:
         with self.clock("solve"):
             strategies = sum(len(node.strategies) for node in problem.nodes)
             self.memo.effort.add(_PER_PAIR * _pairs(problem) + _PER_STRATEGY * strategies)
-            return Solver(problem, cluster, limits, configuration, costs[mesh], total=self.memo.effort)
+            return Solver(problem, cluster, limits, configuration, costs[mesh], effort=self.memo.effort)

@@ -5,7 +5,7 @@ machine. A unit of effort is the work on a million array elements; calling NumPy
 differ in how long a unit takes, mostly about 3 ms, but not in how many units a problem takes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from passes.cost.cluster import GIB
 from passes.cost.memory import MemoryUse, largest_terms
@@ -22,16 +22,24 @@ class OutOfEffortError(Exception):
 
 @dataclass
 class Effort:
-    """Effort that was spent so far, in units: on one problem, as a part of that on all of a search, `total`."""
+    """Effort that was spent so far, in units: `spent` on one problem, and that on others which are `parts` of it."""
 
     spent: float = 0.0
-    total: "Effort | None" = None
+    parts: "list[Effort]" = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        """All effort, with that of the parts."""
+        return self.spent + sum(part.total for part in self.parts)
 
     def add(self, elements: float, calls: int = 1) -> None:
         """Count operations on so many array elements in all, in so many `calls`."""
         self.spent += (elements + calls * _CALL) / _UNIT
-        if self.total is not None:
-            self.total.add(elements, calls)
+
+    def part(self) -> "Effort":
+        """The effort of a part."""
+        self.parts.append(Effort())
+        return self.parts[-1]
 
 
 class InfeasibleProgramError(Exception):

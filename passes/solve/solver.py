@@ -146,16 +146,17 @@ class Solver:
         costs: RedistributionCosts | None = None,
         uses: Sequence[Uses] | None = None,
         held: Configuration | None = None,
-        total: Effort | None = None,
+        effort: Effort | None = None,
     ) -> None:
         """Build the arrays of a problem; `costs` on the mesh and `uses` of the problem are reused if given. The bytes
-        are those of the configuration `held`, if it is given: for bounds on several configurations at once. The effort
-        counts in `total`, too."""
+        are those of the configuration `held`, if it is given: for bounds on several configurations at once. What is
+        spent is a part of `effort`."""
         self.cluster = cluster
         self.limits = limits
         self.uses = uses or find_uses(problem, costs or RedistributionCosts(cluster, configuration.mesh))
         sizes = memory_model(problem, held or configuration, [each.tensor for each in self.uses])
-        found = replace(arrays(problem, self.uses, configuration), effort=Effort(total=total))
+        self.whole = Effort() if effort is None else effort
+        found = replace(arrays(problem, self.uses, configuration), effort=self.whole.part())
         found.effort.add(0, sum(len(node.strategies) for node in problem.nodes))
         shared = shared_decisions(problem, found, sizes)
         own = shared.arrays(found), shared.bytes(sizes)
@@ -169,8 +170,8 @@ class Solver:
 
     def other(self, limits: Limits, configuration: Configuration, held: Configuration | None = None) -> "Solver":
         """A solver for the same problem within other limits, in another configuration."""
-        problem, total = self.instance.problem, self.effort.total
-        return Solver(problem, self.cluster, limits, configuration, uses=self.uses, held=held, total=total)
+        problem, effort = self.instance.problem, self.whole
+        return Solver(problem, self.cluster, limits, configuration, uses=self.uses, held=held, effort=effort)
 
     @property
     def has_begun(self) -> bool:
