@@ -35,7 +35,7 @@ from passes.solve.limits import Effort
 _MOST_RANKS = 16
 # Micro-batches that are tried are at most so many times the ranks of the pipeline.
 _MOST_MICRO_BATCHES = 16
-# Zero-bubble schedules are tried where ranks wait for this part of the best step or more.
+# Zero-bubble schedules are tried where ranks on average wait for this part of the best step or more.
 _WAITING = 0.01
 # Times that a program is solved in other memory where no cuts fit, each with this part of the memory before, or halfway
 # to what the program as a whole does not fit in.
@@ -168,9 +168,11 @@ def _with_bounds(
 def _with_less_bubble(search: "_Search", best: _Candidate, found: Found) -> Iterator[_Candidate]:
     """The best candidate in zero-bubble schedules, where none is asked for and ranks wait. Only these few are tried, so
     that planning takes little longer. torch cannot compile code that leaves gradients of weights."""
-    programs, space, seconds = best.subproblems.programs, best.subproblems.space, found.seconds
-    waits = seconds.bubble >= _WAITING * seconds.total
-    if best.asked.schedule is not None or programs.program.compiled or not space.trains or not waits:
+    programs, space = best.subproblems.programs, best.subproblems.space
+    if best.asked.schedule is not None or programs.program.compiled or not space.trains:
+        return
+    busy_s = sum(stage.before + best.count * stage.total + stage.after for stage in found.step.phases)
+    if busy_s > (1 - _WAITING) * best.asked.ranks * found.seconds.total:
         return
     offered: list[Staging] = []
     for name in ZERO_BUBBLE:
