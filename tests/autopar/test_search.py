@@ -306,6 +306,12 @@ def test_nothing_would_fit() -> None:
         planned(1e3)
 
 
+def test_no_pipeline_is_offered_where_nothing_would_fit() -> None:
+    """One micro-batch, as given, has no pipeline that pays: the error is that of the plans without one."""
+    with pytest.raises(InfeasibleError, match=rf"{TERMS}; it would fit with \d micro-batches"):
+        planned(400e3, 2, micro_batches=1, recompute="none")
+
+
 # --- a number of devices at run time ---
 
 

@@ -49,10 +49,11 @@ _LOW = 1.4
 def best_pipeline(
     subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator, limit_s: float = float("inf")
 ) -> Found | None:
-    """The best choice that runs in a pipeline as `asked`; None where none was found that takes less than `limit_s`.
-    Where the shape of the mesh is free, the pipeline has up to `_MOST_RANKS` ranks, and the other devices any shape.
+    """The best choice that runs in a pipeline as `asked`; None where none was found that takes less than `limit_s`, or
+    none that fits though none is required. Where the shape of the mesh is free, the pipeline has up to `_MOST_RANKS`
+    ranks, and the other devices any shape.
 
-    Raises PipelineError where nothing can be cut so, InfeasibleError where nothing fits.
+    Raises PipelineError where a required one cannot be cut so, InfeasibleError where it does not fit.
     """
     space = subproblems.space
     if subproblems.least_step_s(asked.ranks * space.mesh.size) >= limit_s:
@@ -71,7 +72,7 @@ def best_pipeline(
         for candidate in _with_less_bubble(search, *search.best):
             search.consider(candidate)
         return search.best[1]
-    if limit_s < float("inf"):
+    if limit_s < float("inf") or not asked.required:
         return None
     raise _refusal(search.errors or unsuited)
 
