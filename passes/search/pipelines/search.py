@@ -288,7 +288,12 @@ def _counts(subproblems: Subproblems, asked: PipelineChoices) -> list[int]:
 
 def _lacking(missing: float, space: Space, ranks: int, in_flight: int) -> InfeasibleError:
     """The refusal of a program as a whole that lacks so many bytes in the memory of all ranks of a pipeline, in terms
-    of one of them."""
+    of one of them; 0 where the effort was spent before one was found."""
+    if not missing:
+        return InfeasibleError(
+            f"with the effort allowed no pipeline over {ranks} ranks was found that fits the memory limit of "
+            f"{space.memory_limit / GIB:.3g} GiB per device, though one may exist: raise the limit"
+        )
     return InfeasibleError(
         f"no pipeline over {ranks} ranks fits the memory limit of {space.memory_limit / GIB:.3g} GiB per device: with "
         f"{in_flight} micro-batches in flight these lack {missing / GIB:.3g} GiB together; take more devices, "

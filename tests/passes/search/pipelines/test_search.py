@@ -5,12 +5,13 @@ from typing import cast
 
 import pytest
 
+from passes.cost.cluster import GIB
 from passes.cost.pipeline import ScheduledStep
 from passes.cost.step import Phases, Seconds
 from passes.search.found import Found
 from passes.search.pipelines.bounds import PipelineBounds
-from passes.search.pipelines.search import _Candidate, _Search, _with_less_bubble
-from passes.search.space import PipelineChoices
+from passes.search.pipelines.search import _Candidate, _lacking, _Search, _with_less_bubble
+from passes.search.space import PipelineChoices, Space
 from passes.search.subproblems import Subproblems
 
 
@@ -38,3 +39,12 @@ def test_zero_bubble_schedules_are_tried_where_any_rank_waits(stages_s: tuple[fl
     found = cast("Found", SimpleNamespace(step=step, seconds=step.seconds))
     search = _Search(lambda *_: (), 4.0)
     assert bool(list(_with_less_bubble(search, best, found))) == waits
+
+
+def test_a_refusal_says_what_is_missing_or_that_the_effort_was_spent() -> None:
+    """No error says that nothing is missing."""
+    space = cast("Space", SimpleNamespace(memory_limit=4 * GIB))
+    lacking, spent = _lacking(3 * GIB, space, 2, 2), _lacking(0.0, space, 2, 2)
+    assert "these lack 3 GiB together" in str(lacking)
+    assert lacking.missing == 1.5 * GIB
+    assert "with the effort allowed no pipeline over 2 ranks was found that fits" in str(spent)
