@@ -155,7 +155,7 @@ class SomeCopies(SearchNode):
             + least
         )
         if most < last:
-            progress = progress.without(self.least_s(most + 1))
+            progress = progress.leaving_out(self.least_s(most + 1))
         configurations = tuple(between(each, least, most) for each in self.configurations)
         if least == most and len(configurations) == 1:
             return Unbounded(self.bound, partial(subproblems.limited, made, *configurations)).expand(
@@ -323,7 +323,7 @@ def explore(nodes: Iterable[SearchNode], subproblems: Subproblems, progress: Pro
     while queue:
         bound, _, node = heapq.heappop(queue)
         if not progress.may_improve(bound):
-            progress = progress.without(bound)
+            progress = progress.leaving_out(bound)
             break
         following, progress = node.expand(subproblems, progress)
         for each in following:
@@ -331,8 +331,8 @@ def explore(nodes: Iterable[SearchNode], subproblems: Subproblems, progress: Pro
             if progress.may_improve(each.bound):
                 heapq.heappush(queue, (each.bound, next(numbers), each))
             else:
-                progress = progress.without(each.bound)
-    return progress.closing_others()
+                progress = progress.leaving_out(each.bound)
+    return progress.leaving_out_others()
 
 
 def close(

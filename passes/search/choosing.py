@@ -47,7 +47,18 @@ def searched(subproblems: Subproblems, limit_s: float = float("inf")) -> tuple[S
         return subproblems, progress
     wider = replace(subproblems, space=replace(space, divides_copies=True))
     progress = same_layouts(wider, progress)
-    return (wider, progress) if is_spent(wider) else _searched(wider, Progress(progress.incumbent, limit_s))
+    if is_spent(wider):
+        return wider, progress
+    wider, found = _searched(wider, Progress(progress.incumbent, limit_s))
+    return wider, _with_bound_of(progress, found, wider)
+
+
+def _with_bound_of(before: Progress, progress: Progress, subproblems: Subproblems) -> Progress:
+    """The progress of a search that covers an earlier one unless its effort is spent: then the bound `before` holds for
+    choices that were not searched again."""
+    if not is_spent(subproblems):
+        return progress
+    return replace(progress, closed_bound=min(before.closed_bound, progress.closed_bound))
 
 
 def _searched(subproblems: Subproblems, progress: Progress) -> tuple[Subproblems, Progress]:
@@ -57,7 +68,7 @@ def _searched(subproblems: Subproblems, progress: Progress) -> tuple[Subproblems
     has that, or the best one, all is searched with them, first of all that choice. At last come stripes over several
     axes together, where these have uneven work.
     """
-    limit_s, seen = progress.limit_s, list[Choice]()
+    limit_s, seen, before = progress.limit_s, list[Choice](), Progress()
     if not subproblems.space.in_stripes:
         progress = first_choice(subproblems, progress)
         if not _is_uneven(progress):
@@ -65,11 +76,13 @@ def _searched(subproblems: Subproblems, progress: Progress) -> tuple[Subproblems
         if not _is_uneven(progress):
             return subproblems, progress
         assert progress.incumbent is not None
+        before = progress
         seen.append(progress.incumbent)
         subproblems = offering(subproblems)
         progress = in_stripes(subproblems, progress.incumbent, Progress(progress.incumbent, limit_s))
     progress = replace(progress, closed_bound=float("inf"))
     progress = all_choices(subproblems, first_choice(subproblems, progress))
+    progress = _with_bound_of(before, progress, subproblems)
     if progress.incumbent is not None:
         seen.append(progress.incumbent)
     return together(subproblems, seen, progress)

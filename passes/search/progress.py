@@ -48,7 +48,7 @@ class Progress:
         """Whether a choice of at least `bound` seconds may be better than the incumbent, by more than the tolerance."""
         return bound < self.goal * (1 - PROVEN)
 
-    def without(self, bound: float) -> "Progress":
+    def leaving_out(self, bound: float) -> "Progress":
         """The progress where choices of at least `bound` seconds are left out."""
         if bound >= self.cutoff * (1 - PROVEN):
             return self
@@ -64,14 +64,14 @@ class Progress:
     def opening(self, subproblem: Subproblem, subproblems: Subproblems) -> "Progress":
         """The progress with a subproblem whose gap may hold something better."""
         if not self.may_improve(subproblem.bound):
-            return self.without(subproblem.bound)
+            return self.leaving_out(subproblem.bound)
         return replace(self, open=(*self.open, subproblem)).considering(subproblem, subproblems)
 
-    def closing_others(self) -> "Progress":
+    def leaving_out_others(self) -> "Progress":
         """The progress with those subproblems open alone that may be better than the incumbent."""
         open = tuple(each for each in self.open if self.may_improve(each.bound))
         least = min((each.bound for each in self.open if not self.may_improve(each.bound)), default=float("inf"))
-        return replace(self.without(least), open=open)
+        return replace(self.leaving_out(least), open=open)
 
     def failing(self, errors: Iterable[InfeasibleError]) -> "Progress":
         """The progress with further errors, without tracebacks: their frames would keep the arrays of solvers."""

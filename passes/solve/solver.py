@@ -155,8 +155,8 @@ class Solver:
         self.limits = limits
         self.uses = uses or find_uses(problem, costs or RedistributionCosts(cluster, configuration.mesh))
         sizes = memory_model(problem, held or configuration, [each.tensor for each in self.uses])
-        self.whole = Effort() if effort is None else effort
-        found = replace(arrays(problem, self.uses, configuration), effort=self.whole.part())
+        self.search_effort = Effort() if effort is None else effort
+        found = replace(arrays(problem, self.uses, configuration), effort=self.search_effort.part())
         found.effort.add(0, sum(len(node.strategies) for node in problem.nodes))
         shared = shared_decisions(problem, found, sizes)
         own = shared.arrays(found), shared.bytes(sizes)
@@ -170,7 +170,7 @@ class Solver:
 
     def other(self, limits: Limits, configuration: Configuration, held: Configuration | None = None) -> "Solver":
         """A solver for the same problem within other limits, in another configuration."""
-        problem, effort = self.instance.problem, self.whole
+        problem, effort = self.instance.problem, self.search_effort
         return Solver(problem, self.cluster, limits, configuration, uses=self.uses, held=held, effort=effort)
 
     @property

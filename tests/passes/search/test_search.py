@@ -112,8 +112,8 @@ def test_the_next_choice_is_taken_where_it_is_near(
 
 
 def test_other_levels_lend_what_they_set_aside(asked: tuple[Space, Program], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the simulator counts more for one level of recompute is set aside for the others, too, until one of them is
-    simulated: then it gets back what it does not need."""
+    """Other levels of recompute have as many bytes set aside as a level that was refused. One that fits is solved again
+    with its own number of bytes."""
     space, program = asked
     space = replace(space, memory_limit=7e5, recompute=None)
     found = search(program, space, Simulator(7e5, 1, 200_000), Clock())
@@ -124,8 +124,8 @@ def test_other_levels_lend_what_they_set_aside(asked: tuple[Space, Program], mon
 
 
 def test_what_is_set_aside_for_one_level_refuses_no_other(asked: tuple[Space, Program]) -> None:
-    """Where nothing is found with as much set aside for all levels, each has all of the memory until it is
-    simulated."""
+    """Each level of recompute has all of the memory until it is simulated, where nothing fits with as many bytes set
+    aside for all levels."""
     space, program = asked
     space = replace(space, memory_limit=7e5, recompute=None)
     found = search(program, space, Simulator(7e5, 1, 500_000), Clock())
