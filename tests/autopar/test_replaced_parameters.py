@@ -194,7 +194,8 @@ def test_a_run_with_others_between_forward_and_backward_is_refused(options: Mapp
     """Gradients would go to the parameters of the later run, or nowhere, though nothing that is read has changed."""
     first, second = run_ranks(_run_between, 2, options)
     assert first == second
-    assert re.match("the parameter 'blocks.*.bias' was replaced after this forward pass", first)
+    # The first one of the model.
+    assert re.match("the parameter 'blocks.0.up.bias' was replaced after this forward pass", first)
 
 
 def _with_held_gradients(model: nn.Module, data: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

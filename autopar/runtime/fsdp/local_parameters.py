@@ -165,8 +165,11 @@ class LocalParameters:
         """Put leaves in place of the parameters `names` in `view`, the view of the model that a program reads, besides
         those `in_units`."""
         leaves: dict[_Leaf, None] = {}
-        for path in self._paths.keys() & names:
-            leaf = self._paths[path]
+        wanted = frozenset(names)
+        # In the order of the model, which is that of all ranks: what is found first is named in errors.
+        for path, leaf in self._paths.items():
+            if path not in wanted:
+                continue
             leaves[leaf] = None
             *parts, name = path.split(".")
             part = view
