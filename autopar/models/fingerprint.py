@@ -25,8 +25,9 @@ def structure_fingerprint(model: nn.Module) -> str:
     lines = [f"{type(model).__module__}.{type(model).__qualname__}", repr(model)]
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_dict"):
-        # Those left out change from version to version, or from run to run.
-        left_out = ("transformers_version", "_name_or_path")
+        # Those left out change from version to version, or from run to run; a classifier sets its `problem_type` by the
+        # labels of its first forward pass.
+        left_out = ("transformers_version", "_name_or_path", "problem_type")
         settings = sorted((name, value) for name, value in config.to_dict().items() if name not in left_out)
         lines += [f"{name}={value!r}" for name, value in settings]
     lines += _tensor_lines("parameter", model.named_parameters(remove_duplicate=False))

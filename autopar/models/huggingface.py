@@ -100,7 +100,8 @@ def settings(forward: inspect.Signature, inputs: Mapping[str, object], objective
 @contextlib.contextmanager
 def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
     """Enter around a trace: causal masks that the model would build are left to attention, and so are masks that it
-    makes itself and that mask nothing. The delta rule runs without loops. Caches may be returned.
+    makes itself and that mask nothing. The delta rule runs without loops. Caches may be returned. What a forward pass
+    sets in configurations is undone.
 
     Masks stay where the model is given one, and where it is given positions that may pack several sequences into one.
     """
@@ -123,7 +124,22 @@ def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
                 logger.warning("transformers has no masking_utils.%s: causal masks will be built in full", name)
         stack.enter_context(without_kernels(inputs))
         stack.enter_context(without_loops(model))
+        stack.enter_context(_same_configurations(model))
         yield
+
+
+@contextlib.contextmanager
+def _same_configurations(model: nn.Module) -> Iterator[None]:
+    """Afterwards the configurations are as before. A classifier sets its `problem_type` by the first labels that it
+    gets: those of a trace are an example."""
+    found = {id(item): item for part in model.modules() if hasattr(item := getattr(part, "config", None), "__dict__")}
+    before = [(vars(item), dict(vars(item))) for item in found.values()]
+    try:
+        yield
+    finally:
+        for now, values in before:
+            now.clear()
+            now.update(values)
 
 
 def register_caches(model: nn.Module) -> None:
