@@ -12,6 +12,7 @@ from torch import nn
 from autopar.discover import rules_for
 from autopar.models.hooks import warn_of_hooks
 from autopar.models.info import CapturedModel, ModelInfo, traced, traced_evaluation, traced_sizes
+from autopar.models.modes import warn_of_evaluated_parts
 from autopar.plans.expressions import expressions
 from autopar.plans.probing import FakeProber
 from autopar.plans.programs import (
@@ -101,6 +102,8 @@ def captured_model(
     Raises CaptureError.
     """
     warn_of_hooks(model)
+    if request.objective == "train":
+        warn_of_evaluated_parts(model)
     program = traced(model, info, request, request.objective, clock)
     evaluation = traced_evaluation(model, info, request, program, clock) if both_modes else None
     sizes = traced_sizes(model, info, request, program, clock) if request.symbolic else None

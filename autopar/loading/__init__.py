@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from hashlib import sha256
 from inspect import Signature
 from pathlib import Path
@@ -29,6 +30,7 @@ from autopar.runtime.pipeline.running import PipelineRunner
 from autopar.runtime.pipeline.shared import shared_groups, shared_parameters
 from autopar.runtime.ranks.groups import axes_group
 from autopar.runtime.state import from_local, local_part
+from passes.capture import evaluated_parts
 from passes.ir.errors import InputError
 from passes.ir.layout import I, Layout
 from passes.ir.lowered import FSDPUnit
@@ -152,7 +154,8 @@ def placed_parts(
     device: torch.device,
     held: Set[str] | None = None,
 ) -> Container:
-    """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties.
+    """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties. Parts that stay in
+    evaluation mode are in it.
 
     Parameters have the layouts `stored`; managers take those in their `units`. Only the tensors called as in `held` are
     placed; None for all.
@@ -197,6 +200,9 @@ def placed_parts(
             empty = blank(buffer.shape, buffer.dtype, device) if buffer.is_meta else None
             placed[id(buffer)] = buffer.detach().clone().to(device) if empty is None else empty
         place(root, name, placed[id(buffer)], name in persistent)
+    for path in evaluated_parts(model):
+        with suppress(AttributeError):
+            root.get_submodule(path).training = False
     return root
 
 

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from passes._torch import TABLES
+from passes.capture import evaluated_parts
 from passes.ir.errors import PlanMismatchError
 
 
 def structure_fingerprint(model: nn.Module) -> str:
-    """Equal for models of the same structure: class, submodules, parameters and buffers with ties, configuration."""
+    """Equal for models of the same structure: class, submodules, parameters and buffers with ties, configuration, and
+    the parts that stay in evaluation mode."""
     lines = [f"{type(model).__module__}.{type(model).__qualname__}", repr(model)]
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_dict"):
@@ -30,6 +32,7 @@ def structure_fingerprint(model: nn.Module) -> str:
         left_out = ("transformers_version", "_name_or_path", "problem_type")
         settings = sorted((name, value) for name, value in config.to_dict().items() if name not in left_out)
         lines += [f"{name}={value!r}" for name, value in settings]
+    lines += [f"{path} in evaluation" for path in evaluated_parts(model)]
     lines += _tensor_lines("parameter", model.named_parameters(remove_duplicate=False))
     lines += _tensor_lines("buffer", model.named_buffers(remove_duplicate=False))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]

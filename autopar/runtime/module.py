@@ -51,6 +51,7 @@ _OWN = (
     "_deferred",
     "_device",
     "_elsewhere",
+    "_evaluated",
     "_failures",
     "_loader",
     "_managers",
@@ -126,6 +127,7 @@ class DistributedModule(Initializable, CalledPart):
         self._calls = CallPath(
             loaded.signature, self._programs, self._watch, self._comparison, mesh, self._axes, device
         )
+        self._evaluated = frozenset(part for part in self.modules() if not part.training)
         self.train("train" in programs)
 
     def _compared(self, agreement: Agreement) -> CallComparison:
@@ -138,12 +140,16 @@ class DistributedModule(Initializable, CalledPart):
         return CallComparison(agreement, mesh_of(self.mesh), shape, shape.names[min(split, default=0)])
 
     def train(self, mode: bool = True) -> "DistributedModule":
-        """Switch between training and evaluation; a module planned for inference only cannot train."""
+        """Switch between training and evaluation; a module planned for inference only cannot train. Parts that were in
+        evaluation mode when a model in training mode was planned stay so."""
         if mode and "train" not in self._programs:
             raise InputError("this module was planned for inference: plan it with objective='train' to train it")
         if not mode and self._refused:
             raise CaptureError(f"this module can be trained, but not evaluated: {self._refused}")
-        super().train(mode)
+        self.training = mode
+        for part in self.children():
+            for inner in part.modules():
+                inner.training = mode and inner not in self._evaluated
         return self
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:

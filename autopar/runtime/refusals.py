@@ -158,6 +158,16 @@ class HoldingPart(DistributedPart):
 
     register_forward_pre_hook = register_forward_hook = _uncalled
     register_full_backward_pre_hook = register_full_backward_hook = register_backward_hook = _uncalled
+
+    def train(self, mode: bool = True) -> "HoldingPart":
+        """Stay in the mode that was planned; raises UnsupportedError for another one."""
+        if mode is not self.training:
+            raise UnsupportedError(
+                "a part of a distributed module has no mode of its own: call train() or eval() on the whole module; "
+                "parts of a model in training mode that are in evaluation mode before parallelize stay so"
+            )
+        return self
+
     forward = _refusal(
         "a part of a distributed module cannot be called on its own", "call the whole module, or parallelize the part"
     )

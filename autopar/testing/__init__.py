@@ -281,7 +281,8 @@ def compare_on_mesh(
         distributed = parallelize(model, mesh, dict(inputs), **options)  # type: ignore[arg-type]
     model = _with_loss(model, options)
     settings = _settings(model, inputs, objective)
-    model.train(training)
+    if not training:
+        model.eval()
     distributed.train(training)
     with _comparable(lifted), torch.set_grad_enabled(objective == "train"):
         expected = model(**inputs, **settings)
@@ -334,7 +335,8 @@ def _refuse_random(
     model: nn.Module, inputs: Mapping[str, object], objective: str, options: Mapping[str, object]
 ) -> None:
     """Raise UnsupportedError if `model`, which is changed, draws random numbers for anything but dropout."""
-    model.train(objective == "train" and model.training)
+    if not (objective == "train" and model.training):
+        model.eval()
     whole = _with_loss(model, options)
     with _comparable(None), torch.no_grad(), RandomOps() as random:
         whole(**inputs, **_settings(whole, inputs, objective))

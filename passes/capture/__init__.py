@@ -15,11 +15,19 @@ from torch import nn
 
 from passes.capture.exporting import Exported, export, possible_constants
 from passes.capture.program import Symbols, program_of
-from passes.capture.setting import autograd_functions_written, device_of, example_of, mode_of, parameters_as, tensors_on
+from passes.capture.setting import (
+    autograd_functions_written,
+    device_of,
+    evaluated_parts,
+    example_of,
+    mode_of,
+    parameters_as,
+    tensors_on,
+)
 from passes.ir.leaves import Inputs
 from passes.ir.program import Program, Symbolic
 
-__all__ = ["CPU", "Tracing", "capture", "capture_symbolic", "device_of"]
+__all__ = ["CPU", "Tracing", "capture", "capture_symbolic", "device_of", "evaluated_parts"]
 
 CPU = torch.device("cpu")
 
@@ -28,9 +36,9 @@ CPU = torch.device("cpu")
 class Tracing:
     """Settings of a trace.
 
-    `training` is the mode of the module, `gradients` whether there will be a backward pass; `context` is entered around
-    it; with `dtype` parameters and floating inputs are taken to be of that dtype. A module on meta is traced as if it
-    were on `device`.
+    `training` is the mode of the module (see `mode_of`), `gradients` whether there will be a backward pass; `context`
+    is entered around it; with `dtype` parameters and floating inputs are taken to be of that dtype. A module on meta is
+    traced as if it were on `device`.
     """
 
     training: bool

@@ -19,13 +19,23 @@ from passes.ir.leaves import Inputs
 _Table = dict[str, nn.Parameter | None] | dict[str, torch.Tensor | None]
 
 
+def evaluated_parts(module: nn.Module) -> tuple[str, ...]:
+    """The paths of the parts that are in evaluation mode, as frozen batch norms are, though `module` is in training
+    mode. A module that is in evaluation mode itself, as loaded ones are, has none: as a whole it can be trained."""
+    return tuple(path for path, part in module.named_modules() if not part.training) if module.training else ()
+
+
 @contextmanager
 def mode_of(module: nn.Module, training: bool) -> Iterator[None]:
-    """Put every part of `module` into one mode, without gradient checkpointing; afterwards as it was."""
+    """Put `module` into one mode, without gradient checkpointing; afterwards as it was.
+
+    In training mode its `evaluated_parts` stay in evaluation mode.
+    """
     modes = [(part, part.training) for part in module.modules()]
     checkpointed = [part for part in module.modules() if getattr(part, "gradient_checkpointing", False)]
     try:
-        module.train(training)
+        if not (training and module.training):
+            module.train(training)
         for part in checkpointed:
             part.gradient_checkpointing = False  # type: ignore[assignment]
         yield

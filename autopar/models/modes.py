@@ -1,0 +1,26 @@
+"""Parts of a stock model that are in another mode than the model."""
+
+from torch import nn
+
+from passes.capture import evaluated_parts
+from passes.ir.log import logger
+
+# Parts that a warning names.
+_NAMED = 3
+
+
+def warn_of_evaluated_parts(model: nn.Module) -> None:
+    """Warn of parts that stay in evaluation mode while `model` trains, by their outermost paths."""
+    outermost: list[str] = []
+    for path in evaluated_parts(model):
+        if not any(path.startswith(f"{other}.") for other in outermost):
+            outermost.append(path)
+    if not outermost:
+        return
+    more = len(outermost) - _NAMED
+    logger.warning(
+        "parts of the model are in evaluation mode (%s%s) and stay so when the distributed module trains: call "
+        "model.train() before parallelize if they should train as the others",
+        ", ".join(outermost[:_NAMED]),
+        f" and {more} more" if more > 0 else "",
+    )
