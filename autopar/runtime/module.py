@@ -35,7 +35,7 @@ from autopar.runtime.refusals import (
 )
 from autopar.runtime.state import axes_of, mesh_of
 from autopar.runtime.whole import GradientClipping, whole_state
-from passes._torch import buffers_of, parameters_of, schema_of
+from passes._torch import buffers_of, parameters_of, pytree, schema_of
 from passes.ir.arguments import find_overload
 from passes.ir.errors import CaptureError, InputError, UnsupportedError
 from passes.ir.layout import S
@@ -276,7 +276,7 @@ class DistributedModule(Initializable, CalledPart):
                     "a module in pipeline stages computes gradients with the forward pass: call "
                     "dist_model.forward_backward(...), or enter torch.no_grad() for the output alone"
                 )
-        serving, inputs = self._calls.prepared(self._mode(), self._surroundings(1), args, kwargs)
+        serving, inputs = self._calls.prepared(self._called(args, kwargs), self._surroundings(1), args, kwargs)
         self._change(serving)
         if self._pipeline is None:
             return self._output(serving, self._run(serving.stages[0], inputs))
@@ -421,3 +421,12 @@ class DistributedModule(Initializable, CalledPart):
     def _mode(self) -> str:
         """The name of the program that runs: evaluation has its own only where it differs from training."""
         return "train" if self.training or "infer" not in self._programs else "infer"
+
+    def _called(self, *given: object) -> str:
+        """The name of the program whose decisions serve a call with the arguments `given`: that of training wherever
+        gradients are computed, but in pipeline stages."""
+        mode = self._mode()
+        if "train" not in self._programs or self._pipeline is not None or not torch.is_grad_enabled():
+            return mode
+        tensors = (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
+        return "train" if any(item.requires_grad for item in (*self.parameters(), *tensors)) else mode

@@ -114,16 +114,19 @@ class Programs:
         """The program called `name` for the arguments of a call in `count` micro-batches, made where it is not there
         yet; `training` is the mode of the module. Collective where one is made.
 
+        The program of training serves evaluation, too, where it is the same, and is made anew where it is not.
+
         Raises InputError where the model cannot run with these arguments.
         """
         planned = self._planned[name]
-        if call.as_planned and _serves(planned.program, call, count):
+        as_planned = call.as_planned and (training or name == "infer" or "infer" not in self._planned)
+        if as_planned and _serves(planned.program, call, count):
             return planned
-        key = (name, count, *_described(call, training))
+        key = (name, count, *_described(call, None if as_planned else training))
         found = self._others.get(key)
         if found is None:
             shapes = {leaf: tuple(tensor.shape) for leaf, tensor in call.tensors.items()}
-            arguments = None if call.as_planned else call.on_meta
+            arguments = None if as_planned else call.on_meta
             found = self._instance(self._other_sizes(Wanted(name, count, shapes, call.values, arguments, training)))
             self._others[key] = found
             self._drop_oldest()
@@ -182,15 +185,16 @@ def _serves(program: GeneratedProgram, call: BoundCall, count: int) -> bool:
     )
 
 
-def _described(call: BoundCall, training: bool) -> Iterator[object]:
-    """The properties of a call's arguments that its program depends on."""
+def _described(call: BoundCall, training: bool | None) -> Iterator[object]:
+    """The properties of a call's arguments that its program depends on, and the mode of the module; None for arguments
+    and a mode that were planned."""
     for name, leaf in sorted(call.tensors.items()):
         yield name, tuple(leaf.shape)
-        if not call.as_planned:
+        if training is not None:
             yield dtype_name(leaf.dtype), leaf.requires_grad and torch.is_grad_enabled()
     for name, value in sorted(call.values.items()):
         yield name, tuple(value.shape), value.numpy().tobytes()
-    if not call.as_planned:
+    if training is not None:
         yield training
         for name, setting in sorted(call.settings.items()):
             yield name, type(setting), setting

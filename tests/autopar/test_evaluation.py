@@ -1,0 +1,123 @@
+"""Gradients of a model in evaluation mode, whose training draws dropout."""
+
+import copy
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import BertConfig, BertForSequenceClassification
+
+import autopar
+from autopar.runtime import DistributedModule
+from autopar.testing import run_ranks
+from tests.autopar.test_training import gradients, made
+from tests.models import gpt2, tokens
+
+Batch = Mapping[str, torch.Tensor]
+
+
+def _bert() -> nn.Module:
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=4, **small)).double()
+
+
+def _batch(size: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 64, (size, 8), generator=torch.Generator().manual_seed(size))
+    return {"input_ids": ids, "labels": torch.arange(size) % 4}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((_whole(ours.detach()) - theirs.detach()).abs().max() / theirs.detach().abs().max()).item()
+
+
+def _backward_error(dist_model: nn.Module, model: nn.Module, batch: Batch) -> float:
+    """The largest error of the loss and the gradients of one step, which are dropped."""
+    losses = [each(**batch)["loss"] for each in (dist_model, model)]
+    for each, loss in zip((dist_model, model), losses, strict=True):
+        loss.backward()
+        assert all(item.grad is not None for item in each.parameters() if item.requires_grad)
+    ours, theirs = gradients(dist_model), gradients(model)
+    # A bias of keys has no gradient but rounding errors.
+    worst = max(_error(ours[name], theirs[name]) for name in theirs if theirs[name].abs().max() > 1e-12)
+    for each in (dist_model, model):
+        each.zero_grad()
+    return max(worst, _error(*losses))
+
+
+def _made(model: nn.Module, sizes: tuple[int, ...], batch: Batch, options: Mapping[str, object]) -> DistributedModule:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+    return autopar.parallelize(copy.deepcopy(model), mesh, batch, cluster="ideal", **options)  # type: ignore[arg-type]
+
+
+def _steps(sizes: tuple[int, ...], options: Mapping[str, object]) -> float:
+    model = _bert()
+    dist_model = _made(model, sizes, _batch(8), options)
+    worst = 0.0
+    for size in (8, 8, 6):
+        for each in (dist_model, model):
+            each.eval()
+        worst = max(worst, _backward_error(dist_model, model, _batch(size)))
+        with torch.no_grad():
+            loss = dist_model(**_batch(size))["loss"]
+            assert not loss.requires_grad
+            worst = max(worst, _error(loss, model(**_batch(size))["loss"]))
+        # Training draws dropout as ever.
+        losses = [dist_model.train()(**_batch(size))["loss"] for _ in range(2)]
+        assert losses[0] != losses[1]
+        assert losses[0].requires_grad
+        losses[0].backward()
+        dist_model.zero_grad()
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [((2, 2), {}), ((2,), {"micro_batches": 2}), ((2,), {"recompute": "full"})],
+    ids=["on 2 x 2", "micro-batches", "recompute"],
+)
+def test_gradients_in_evaluation(sizes: tuple[int, ...], options: Mapping[str, object]) -> None:
+    """Equal to one device, at other sizes, too, and between evaluations without gradients and training."""
+    assert max(run_ranks(_steps, 2 ** len(sizes), sizes, options)) <= 1e-12
+
+
+def _in_units() -> float:
+    model, batch = gpt2(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1).double(), tokens(4)
+    dist_model = made(copy.deepcopy(model), (2,), batch).eval()
+    worst = _backward_error(dist_model, model.eval(), batch)
+    dist_model.train()(**batch)["loss"].backward()
+    dist_model.zero_grad()
+    return max(worst, _backward_error(dist_model.eval(), model, batch))
+
+
+def test_gradients_of_parameters_in_units() -> None:
+    """They are gathered and reduced as in training."""
+    assert max(run_ranks(_in_units, 2)) <= 1e-12
+
+
+def _of_inputs() -> float:
+    model = _bert().requires_grad_(False)
+    labels = _batch(4)["labels"]
+    given = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    batch = {"inputs_embeds": given.clone().requires_grad_(), "labels": labels}
+    dist_model = _made(model, (2,), batch, {}).eval()
+    model.eval()
+    found = []
+    for each in (dist_model, model):
+        leaf = given.clone().requires_grad_()
+        each(inputs_embeds=leaf, labels=labels)["loss"].backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad)
+    return _error(*found)
+
+
+def test_gradients_of_inputs() -> None:
+    """Of a frozen model, as attributions are computed."""
+    assert max(run_ranks(_of_inputs, 2)) <= 1e-12
