@@ -7,6 +7,7 @@ from hashlib import sha256
 from inspect import Signature
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from autopar.runtime import Container, DistributedModule, GeneratedProgram, Load
 from autopar.runtime.calls.programs import LoadedModel
 from autopar.runtime.fsdp.manager import FSDPManager
 from autopar.runtime.fsdp.managers import FSDPManagers
-from autopar.runtime.generated.bases import Generated, place
+from autopar.runtime.generated.bases import Generated, mark_list, place
 from autopar.runtime.initialization import DeferredModel, blank
 from autopar.runtime.pipeline.ranks import PipelineRanks, pipeline_ranks
 from autopar.runtime.pipeline.running import PipelineRunner
@@ -155,7 +156,7 @@ def placed_parts(
     held: Set[str] | None = None,
 ) -> Container:
     """Parameters as this rank's parts, and buffers, under the model's names; ties stay ties. Parts that stay in
-    evaluation mode are in it.
+    evaluation mode are in it, and lists of modules have their length.
 
     Parameters have the layouts `stored`; managers take those in their `units`. Only the tensors called as in `held` are
     placed; None for all.
@@ -200,9 +201,13 @@ def placed_parts(
             empty = blank(buffer.shape, buffer.dtype, device) if buffer.is_meta else None
             placed[id(buffer)] = buffer.detach().clone().to(device) if empty is None else empty
         place(root, name, placed[id(buffer)], name in persistent)
-    for path in evaluated_parts(model):
+    evaluated = evaluated_parts(model)
+    for path, original in model.named_modules():
         with suppress(AttributeError):
-            root.get_submodule(path).training = False
+            own = cast(Container, root.get_submodule(path))
+            own.training = path not in evaluated
+            if isinstance(original, nn.ModuleList | nn.Sequential) and path:
+                mark_list(own, len(original))
     return root
 
 

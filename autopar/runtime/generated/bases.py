@@ -1,6 +1,6 @@
 """Base classes of generated code, the containers that hold the model's tensors, and descriptions of programs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -331,11 +331,44 @@ OtherSizes = Callable[[Wanted], LoadedProgram]
 
 
 class Container(Loadable, HoldingPart):
-    """A submodule of the model: holds parameters, buffers and submodules under their names."""
+    """A submodule of the model: holds parameters, buffers and submodules under their names.
 
-    def __getitem__(self, name: int | str) -> object:
-        """The attribute under a name that is not an identifier, as in `layers[0]`."""
+    `_length` is the length of a list of modules, None for others. In pipeline stages a rank holds some of them.
+    """
+
+    _length: int | None = None
+
+    def __getitem__(self, name: int | str | slice) -> object:
+        """The attribute under a name that is not an identifier, as in `layers[0]`; of a list of modules also parts that
+        are counted from its end, and slices, as tuples of those that this rank holds."""
+        if isinstance(name, slice):
+            return tuple(self._listed(name))
+        if isinstance(name, int) and name < 0 and self._length is not None:
+            name += self._length
         return getattr(self, str(name))
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The parts of a list of modules that this rank holds."""
+        return self._listed(slice(None))
+
+    def __len__(self) -> int:
+        """The number of modules in a list, on this rank or not."""
+        if self._length is None:
+            raise TypeError("this part of the model is no list of modules, and has no length")
+        return self._length
+
+    def _listed(self, which: slice) -> Iterator[nn.Module]:
+        held = parts_of(self)
+        named = (held.get(str(number)) for number in range(len(self))[which])
+        return (part for part in named if part is not None)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def mark_list(container: Container, length: int) -> None:
+    """Let a submodule stand for a list of so many modules."""
+    container._length = length
 
 
 def place(container: Container, name: str, tensor: Tensor, persistent: bool = True) -> None:
