@@ -210,7 +210,9 @@ class GraphWriter:
         return name if name in self.parameters else None
 
     def higher_order(self, node: torch.fx.Node, args: tuple[object, ...]) -> object:
-        """Write the graph inside `torch.no_grad()` in place; what it returns has no gradient."""
+        """Write the graph inside `torch.no_grad()` in place; what it computes has no gradient. An operand that it hands
+        on as it is, as `to` does where there is nothing to convert, keeps its own.
+        """
         is_autocast = str(node.target) == "wrap_with_autocast"
         if not is_autocast and str(node.target) != "wrap_with_set_grad_enabled":
             raise self.refusal(node, f"{node.target} takes functions of tensors, for which there is no plan")
@@ -227,6 +229,7 @@ class GraphWriter:
             return self.graph(inner, known)
         self.refuse_changes(inner, known)
         outputs = self.graph(inner, known)
+        returned = cast(Sequence[object], inner.graph.output_node().args[0])
         detach = torch.ops.aten.detach.default
 
         def detached(value: object) -> object:
@@ -242,7 +245,11 @@ class GraphWriter:
             return Ref(name)
 
         assert isinstance(outputs, (list, tuple))
-        return [detached(value) for value in outputs]
+        origins = [_handed_on(item) for item in returned]
+        return [
+            known[origin] if isinstance(origin, torch.fx.Node) and origin.op == "placeholder" else detached(value)
+            for origin, value in zip(origins, outputs, strict=True)
+        ]
 
     def refuse_changes(self, inner: torch.fx.GraphModule, known: Mapping[torch.fx.Node, object]) -> None:
         """Raise for activations that are changed in place without gradient: only their values would change."""
@@ -288,6 +295,40 @@ def _copies(target: OpOverload, node: torch.fx.Node) -> bool:
     if not isinstance(before, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
     return bool(storage_id(before) != storage_id(result))
+
+
+# Ops that return their operand itself where it already is what they would make of it.
+_HANDING_ON = {"to", "type_as", "contiguous", "flatten", "atleast_1d", "atleast_2d", "atleast_3d", "real", "positive"}
+_HANDING_ON |= {"conj", "resolve_conj", "resolve_neg"}
+_HANDING_ON |= {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
+
+
+def _handed_on(item: object) -> object:
+    """The node whose result `item` is, not a copy and not a view: that of an operand if ops hand it on."""
+    while isinstance(item, torch.fx.Node) and item.op == "call_function":
+        source, place = item, None
+        if item.target is operator.getitem:
+            source, place = cast(tuple[torch.fx.Node, int], item.args)
+        if not isinstance(source.target, OpOverload):
+            return item
+        name = schema_of(source.target).name.split("::")[1]
+        if place is not None and name == "broadcast_tensors":
+            operand: object = cast(Sequence[object], source.args[0])[place]
+        elif place is None and name in _HANDING_ON:
+            operand = source.args[0]
+        else:
+            return item
+        if not isinstance(operand, torch.fx.Node) or not _is_same(operand.meta.get("val"), item.meta.get("val")):
+            return item
+        item = operand
+    return item
+
+
+def _is_same(before: object, after: object) -> bool:
+    """Whether two traced tensors have the same memory and the same elements."""
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return before.shape == after.shape and before.dtype == after.dtype and storage_id(before) == storage_id(after)
 
 
 def _known(argument: torch.fx.node.Argument, known: Mapping[torch.fx.Node, object]) -> object:

@@ -510,6 +510,22 @@ class Spectrum(nn.Module):
         return torch.fft.fft(self.linear(x)).abs().pow(2).sum()
 
 
+class Scored(nn.Module):
+    """Scores without gradients, of features that are converted there to what they are, and go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.gate = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [batch, 8]."""
+        features = self.first(x)
+        with torch.no_grad():
+            best = self.gate(features.to(self.gate.weight.dtype)).argmax(-1, keepdim=True)
+        return self.gate(features).gather(-1, best).pow(2).mean()
+
+
 class Keyed(nn.Module):
     """Parts whose keys look like numbers, and weights that layers share."""
 
@@ -534,6 +550,7 @@ def _unusual(sizes: tuple[int, ...]) -> dict[str, str]:
         "attribute": (Attribute(), {"x": x, "scale": x[0]}),
         "masked": (Masked(), {"x": x, "target": torch.tensor([1, 15, 7, 9])}),
         "spectrum": (Spectrum(), {"x": x}),
+        "scored": (Scored(), {"x": x}),
         "keyed": (Keyed(), {"x": x}),
         # No biases before batch statistics: their gradients are zero, and rounding would be all there is to compare.
         "normalized": (nn.Sequential(nn.Linear(8, 8, bias=False), Normalized()), {"input": x}),
@@ -548,7 +565,8 @@ def _unusual(sizes: tuple[int, ...]) -> dict[str, str]:
 
 @pytest.mark.parametrize("sizes", [pytest.param((4,), marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_models_that_are_built_otherwise(sizes):
-    """Buffers that change, attributes that are tensors, complex numbers, infinities, shared weights, odd names."""
+    """Buffers that change, attributes that are tensors, complex numbers, infinities, scores without gradients, shared
+    weights, odd names."""
     assert on_ranks(_unusual, sizes, lifted=False) == [{}] * 4
 
 

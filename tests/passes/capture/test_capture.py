@@ -395,6 +395,56 @@ def test_no_grad_regions_are_written_out_and_detached() -> None:
     assert sum(line.startswith("%detach") for line in lines) == 1
 
 
+class Handing(nn.Module):
+    """Makes of its features, without gradients, what they are already; then they go on."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 6, bias=False)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features weighted by numbers that have no gradient."""
+        features = x.exp()
+        with torch.no_grad():
+            weights = self.make(features).softmax(-1)
+        return self.proj(features) * weights
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Tensor.float,
+        Tensor.contiguous,
+        lambda x: x.to(x.device, torch.float32, non_blocking=True),
+        lambda x: x.type_as(x).flatten(1, 1),
+        lambda x: torch.broadcast_tensors(x, x[:1])[0],
+        lambda x: nn.functional.dropout(x.real, 0.5, training=False),
+    ],
+    ids=["float", "contiguous", "to", "several", "broadcast", "dropout"],
+)
+def test_a_tensor_that_no_grad_hands_on_keeps_its_gradient(make: Callable[[Tensor], Tensor]) -> None:
+    """It is the same tensor within and after: a trace calls it by the op that handed it on."""
+    lines = printed(captured(Handing(make), x=X))
+    assert "%linear = linear(%exp, proj.weight)" in lines
+    assert [line for line in lines if line.startswith("%detach")] == ["%detach = detach(%softmax)"]
+
+
+def test_copies_and_views_of_no_grad_are_detached() -> None:
+    """They are other tensors than what they are made of."""
+    for make in (Tensor.clone, Tensor.double, lambda x: x[:], lambda x: x.view(x.shape), lambda x: x.flatten(0)):
+
+        def part(x: Tensor, make: Callable[[Tensor], Tensor] = make) -> Tensor:
+            features = x.exp()
+            with torch.no_grad():
+                made = make(features)
+            return features.sum() + made.sum()
+
+        lines = printed(captured(Apply(part), x=X))
+        assert sum(line.startswith("%detach") for line in lines) == 1
+        assert "%sum = sum(%exp)" in lines
+
+
 class Modes(nn.Module):
     """Does something else in evaluation, and checkpoints in training."""
 
@@ -411,7 +461,7 @@ class Modes(nn.Module):
 
 @pytest.mark.parametrize(("training", "kind"), [(True, "relu"), (False, "tanh")])
 def test_the_mode_is_that_of_the_trace(training: bool, kind: str) -> None:
-    """Every part is traced in the mode asked for, and is afterwards as it was, mixed modes included."""
+    """The module is traced in the mode asked for, and is afterwards as it was, mixed modes included."""
     model = Modes()
     model.inner.eval()
     program = captured(model, training, x=X)
