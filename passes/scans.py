@@ -2,7 +2,7 @@
 
     new = values - reads @ state
     result = query @ state + weights @ new
-    next state = decay * state + key^T @ new
+    next state = decay * state + key^T @ new, where decay is one number for each head, or for each row of its state
 
 A trace of the loop has an op for each step of each chunk. This is one op, which saves its operands and the states; the
 backward pass computes `new` again.
@@ -26,8 +26,9 @@ def delta_scan(
     """The results, the states before all chunks, and the state after the last one.
 
     query, key, reads: [batch, heads, chunks, places, width]; values, results: [batch, heads, chunks, places, value
-    width]; weights: [batch, heads, chunks, places, places]; decay: [batch, heads, chunks]; a state: [batch, heads,
-    width, value width], of which None is zero; the states: [batch, heads, chunks, width, value width].
+    width]; weights: [batch, heads, chunks, places, places]; decay: [batch, heads, chunks, width], or 1 in place of
+    the width; a state: [batch, heads, width, value width], of which None is zero; the states: [batch, heads, chunks,
+    width, value width].
     """
     result, states, last = _empty(key, values)
     now = last.zero_() if state is None else state
@@ -35,7 +36,7 @@ def delta_scan(
         states[:, :, chunk] = now
         new = values[:, :, chunk] - reads[:, :, chunk] @ now
         result[:, :, chunk] = query[:, :, chunk] @ now + weights[:, :, chunk] @ new
-        now = now * decay[:, :, chunk, None, None] + key[:, :, chunk].mT @ new
+        now = now * decay[:, :, chunk, :, None] + key[:, :, chunk].mT @ new
     return result, states, now.clone() if now is state else now
 
 
@@ -96,8 +97,8 @@ def scan_gradients(
         of_values[:, :, chunk] = of_new
         of_reads[:, :, chunk] = -of_new @ now.mT
         of_weights[:, :, chunk] = own @ new.mT
-        of_decay[:, :, chunk] = (of_now * now).sum((-2, -1))
-        carried = of_now * decay[:, :, chunk, None, None]
+        of_decay[:, :, chunk] = _of_decay(of_now, now, decay.shape[-1])
+        carried = of_now * decay[:, :, chunk, :, None]
         of_now = carried + query[:, :, chunk].mT @ own - reads[:, :, chunk].mT @ of_new
     return found, of_now
 
@@ -128,8 +129,14 @@ def add_carry_gradients(operands: Sequence[Tensor], of_carry: Tensor, found: Seq
         of_key[:, :, chunk].add_(new @ of_now.mT)
         of_values[:, :, chunk].add_(of_new[..., width:])
         of_reads[:, :, chunk].sub_(of_new @ now.mT)
-        of_decay[:, :, chunk].add_((of_now * now).sum((-2, -1)))
-        of_now = of_now * decay[:, :, chunk, None, None] - reads[:, :, chunk].mT @ of_new
+        of_decay[:, :, chunk].add_(_of_decay(of_now, now, decay.shape[-1]))
+        of_now = of_now * decay[:, :, chunk, :, None] - reads[:, :, chunk].mT @ of_new
+
+
+def _of_decay(of_next: Tensor, now: Tensor, channels: int) -> Tensor:
+    """The gradient of the decay of a chunk, one for the whole state or one for each of its rows."""
+    product = of_next * now
+    return product.sum(-1) if channels > 1 else product.sum((-2, -1)).unsqueeze(-1)
 
 
 def _unchanged(key: Tensor, values: Tensor) -> Tensor:
@@ -149,4 +156,4 @@ def _new(now: Tensor, values: Tensor, reads: Tensor) -> Tensor:
 
 def _next(now: Tensor, key: Tensor, values: Tensor, reads: Tensor, decay: Tensor) -> Tensor:
     """The state after a chunk as a function of the state before all chunks."""
-    return (now * decay[..., None, None]).add_(key.mT @ _new(now, values, reads))
+    return (now * decay[..., None]).add_(key.mT @ _new(now, values, reads))

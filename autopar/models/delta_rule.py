@@ -1,4 +1,5 @@
-"""Models of `transformers` with linear attention by the gated delta rule (Yang et al. 2024).
+"""Models of `transformers` with linear attention by the delta rule, with decays of heads (Gated DeltaNet, Yang et al.
+2024) or of their channels (Kimi Delta Attention, Kimi Linear 2025).
 
 Without its kernels `transformers` computes it in loops, over the places of a chunk where a trace is made, and over the
 chunks. A trace has an op for each step of these in each layer. Here the places of a chunk are one triangular solve, as
@@ -7,7 +8,7 @@ chunks. A trace has an op for each step of these in each layer. Here the places 
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import cast
@@ -20,8 +21,7 @@ from passes.capture.source import replaced
 from passes.ir.log import logger
 from passes.scans import delta_scan
 
-# The function of modules of `transformers`, and the arguments that it has in all of them.
-_FUNCTION = "torch_chunk_gated_delta_rule"
+# The arguments that the functions of `transformers` have in all their modules.
 _KNOWN = (
     "query", "key", "value", "g", "beta",
     "chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
@@ -29,6 +29,8 @@ _KNOWN = (
 # Arguments for kernels: without these `transformers` refuses them.
 _DOCUMENTS = ("cu_seqlens", "seq_idx")
 _EPSILON = 1e-6
+# Places whose decays to each other are computed channel by channel; beyond these they go by the first of such a block.
+_BLOCK = 16
 
 Given = Tensor | int | bool | None
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
@@ -39,22 +41,23 @@ def without_loops(model: nn.Module) -> Iterator[None]:
     """Enter around a trace of `model`: the delta rule in chunks is computed without loops."""
     with ExitStack() as stack:
         for name in sorted({type(module).__module__ for module in model.modules()}):
-            found: Rule | None = getattr(sys.modules.get(name), _FUNCTION, None)
-            if found is None:
-                continue
-            if set(_KNOWN) <= set(inspect.signature(found).parameters):
-                stack.enter_context(replaced(sys.modules[name], _FUNCTION, partial(_called, found)))
-            else:
-                logger.info("this version of transformers has another delta rule, which is traced in its loops")
+            for function, rule in _RULES.items():
+                found: Rule | None = getattr(sys.modules.get(name), function, None)
+                if found is None:
+                    continue
+                if set(_KNOWN) <= set(inspect.signature(found).parameters):
+                    stack.enter_context(replaced(sys.modules[name], function, partial(_called, found, rule)))
+                else:
+                    logger.info("this version of transformers has another delta rule, which is traced in its loops")
         yield
 
 
-def _called(original: Rule, *given: Given, **named: Given) -> tuple[Tensor, Tensor | None]:
-    """A call of the function of `transformers`."""
+def _called(original: Rule, rule: Rule, *given: Given, **named: Given) -> tuple[Tensor, Tensor | None]:
+    """A call of the function of `transformers` that `rule` computes without loops."""
     if any(named.get(name) is not None for name in _DOCUMENTS):
         return original(*given, **named)
     arguments = inspect.signature(original).bind(*given, **named).arguments
-    return cast(Rule, gated_delta_rule)(**{name: arguments[name] for name in _KNOWN if name in arguments})
+    return rule(**{name: arguments[name] for name in _KNOWN if name in arguments})
 
 
 def gated_delta_rule(
@@ -72,8 +75,8 @@ def gated_delta_rule(
     """Linear attention, and the last state where it is asked for, in single precision.
 
     query, key: [batch, length, heads, width]; value, and the result: [batch, length, value heads, value width]; the
-    logarithms of decays `g` and the rates `beta`: [batch, length, value heads]; a state: [batch, value heads, width,
-    value width].
+    logarithms of decays `g`: [batch, length, value heads], or [batch, length, value heads, width] where every channel
+    has its own; the rates `beta`: [batch, length, value heads]; a state: [batch, value heads, width, value width].
     """
     dtype, length, groups = query.dtype, query.shape[1], value.shape[2] // query.shape[2]
     if groups > 1:
@@ -86,20 +89,68 @@ def gated_delta_rule(
     query = query * query.shape[-1] ** -0.5
     wide, narrow = key * rate[..., None], value * rate[..., None]
     query, key, wide, narrow = (_in_chunks(each, chunk_size, 2) for each in (query, key, wide, narrow))
-    total = _in_chunks(decay, chunk_size, 2).cumsum(-1)
-    later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=total.device).triu(1)
-    # The decay from each place of a chunk to each later one.
-    between = (total[..., None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
-    system, weights = wide @ key.mT * between, query @ key.mT * between
-    since = total.exp()[..., None]
+    total = _in_chunks(decay if decay.dim() == 4 else decay[..., None], chunk_size, 2).cumsum(-2)
+    products = _by_channels if decay.dim() == 4 else _by_heads
+    system, weights = products(wide, key, total), products(query, key, total)
+    since = total.exp()
     values, reads = (
         torch.linalg.solve_triangular(system, each, upper=False, unitriangular=True) for each in (narrow, wide * since)
     )
-    left = (total[..., -1:] - total).exp()[..., None]
+    left = (total[..., -1:, :] - total).exp()
     state = None if initial_state is None else initial_state.to(values.dtype)
-    made, _, last = delta_scan(query * since, key * left, values, reads, weights, total[..., -1].exp(), state)
+    made, _, last = delta_scan(query * since, key * left, values, reads, weights, total[..., -1, :].exp(), state)
     result = made.flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype).contiguous()
     return result, last if output_final_state else None
+
+
+# The functions of modules of `transformers`, and what computes them without loops.
+_RULES: Mapping[str, Rule] = {
+    "torch_chunk_gated_delta_rule": cast(Rule, gated_delta_rule),
+    "chunk_kimi_delta_attention": cast(Rule, gated_delta_rule),
+}
+
+
+def _by_heads(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """The product of each place in `left` with each place before it, or itself, in `right`, as much as decays leave of
+    it: [..., places, places], zero after the diagonal.
+
+    left, right: [..., places, width]; `total`, the logarithms of all decays of a chunk up to each place: [..., places,
+    1].
+    """
+    later = _later(total.shape[-2], total.device)
+    between = (total - total.mT).masked_fill(later, float("-inf")).exp()
+    return left @ right.mT * between
+
+
+def _by_channels(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """`_by_heads` where `total` is [..., places, width].
+
+    The decay between two places is in no product of two matrices, unless it is cut in two: that to the first place of
+    a block, and that from there. Both are below one for places before the block, so that nothing overflows; those
+    within a block are multiplied channel by channel (as the kernels of flash-linear-attention do).
+    """
+    *above, places, width = left.shape
+    size = _BLOCK if places % _BLOCK == 0 else places
+    count = places // size
+    rows, columns, totals = (each.reshape(*above, count, size, width) for each in (left, right, total))
+    later = _later(size, total.device)
+    near = (totals[..., :, None, :] - totals[..., None, :, :]).masked_fill(later[..., None], float("-inf")).exp()
+    within = (rows[..., :, None, :] * columns[..., None, :, :] * near).sum(-1)
+    if count == 1:
+        return within.reshape(*above, places, places)
+    first = totals[..., :1, :]
+    # The blocks that a place is not before.
+    passed = torch.arange(count, device=total.device)[:, None] * size <= torch.arange(places, device=total.device)
+    until = (first - total[..., None, :, :]).masked_fill(passed[..., None], float("-inf")).exp()
+    across = (rows * (totals - first).exp()) @ (right[..., None, :, :] * until).mT
+    own = torch.eye(count, dtype=within.dtype, device=within.device)[:, None, :, None]
+    found = across.reshape(*above, count, size, count, size) + within[..., None, :] * own
+    return found.reshape(*above, places, places)
+
+
+def _later(places: int, device: torch.device) -> Tensor:
+    """Whether the second of two places comes after the first."""
+    return torch.ones(places, places, dtype=torch.bool, device=device).triu(1)
 
 
 def _in_chunks(tensor: Tensor, size: int, dim: int) -> Tensor:

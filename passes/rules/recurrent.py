@@ -57,10 +57,11 @@ _SCAN_KERNELS = (9, 20)
 @rule_for("delta_scan")
 def delta_scan(op: Op, types: Mapping[str, TensorType]) -> Rule:
     """batch heads chunks places width, the same, batch heads chunks places out, … -> batch heads chunks places out,
-    batch heads chunks width out, batch heads width out: one chunk after the other.
+    batch heads chunks width out, batch heads width out: one chunk after the other. Decays are those of heads, or of
+    heads and width.
 
     Of split chunks each rank computes what they do to any state, too (`passes.scans.carry`)."""
-    query, _, values = (types[name].shape for name in op.operands[:3])
+    query, _, values, _, _, decay = (types[name].shape for name in op.operands[:6])
     batch, heads, chunks, places, width = (
         one(name, size) for name, size in zip(("batch", "heads", "chunks", "places", "width"), query, strict=True)
     )
@@ -72,7 +73,7 @@ def delta_scan(op: Op, types: Mapping[str, TensorType]) -> Rule:
         (*above, places, out),
         (*above, places, width),
         (*above, places, others),
-        above,
+        (*above, width if decay[-1] == query[-1] else one("all", decay[-1])),
         *((state,) if is_tensor(op, "state") else ()),
     )
     results: tuple[Dims, ...] = ((*above, places, out), (*above, width, out), state)

@@ -1,5 +1,6 @@
 """The scan of linear attention: its gradients, and what it saves."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
@@ -7,27 +8,28 @@ from torch.autograd import gradcheck
 from passes.scans import add_carry_gradients, carry, delta_scan
 
 
-def _operands(*, state: bool) -> list[Tensor | None]:
+def _operands(*, state: bool, channels: int = 1) -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 2, 3, 4, 3), (1, 2, 3, 4, 3), (1, 2, 3, 4, 5), (1, 2, 3, 4, 3), (1, 2, 3, 4, 4), (1, 2, 3)]
+    shapes = [(1, 2, 3, 4, 3), (1, 2, 3, 4, 3), (1, 2, 3, 4, 5), (1, 2, 3, 4, 3), (1, 2, 3, 4, 4)]
     drawn = [
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in [*shapes, (1, 2, 3, 5)]
+        for shape in [*shapes, (1, 2, 3, channels), (1, 2, 3, 5)]
     ]
     return [*drawn[:6], drawn[6] if state else None]
 
 
 def test_gradients() -> None:
     """Of the results and the last state, of each alone, and without a state at first."""
-    for state in (True, False):
-        operands = _operands(state=state)
+    for state, channels in ((True, 1), (False, 1), (True, 3)):
+        operands = _operands(state=state, channels=channels)
         for results in (slice(0, 3, 2), slice(0, 1), slice(2, 3)):
             assert gradcheck(lambda *given, own=results: delta_scan(*given)[own], operands, fast_mode=True)
 
 
-def test_chunks_follow_each_other() -> None:
+@pytest.mark.parametrize("channels", [1, 3])
+def test_chunks_follow_each_other(channels: int) -> None:
     """Two halves, the second from the last state of the first, give what the whole does."""
-    *operands, state = _operands(state=True)
+    *operands, state = _operands(state=True, channels=channels)
     whole = delta_scan(*operands, state)
     first = delta_scan(*(each[:, :, :1] for each in operands if each is not None), state)
     second = delta_scan(*(each[:, :, 1:] for each in operands if each is not None), first[2])
@@ -36,9 +38,10 @@ def test_chunks_follow_each_other() -> None:
     torch.testing.assert_close(second[2], whole[2])
 
 
-def test_chunks_as_a_function_of_the_state_before() -> None:
+@pytest.mark.parametrize("channels", [1, 3])
+def test_chunks_as_a_function_of_the_state_before(channels: int) -> None:
     """It gives the last state for any state before, and its gradients those of autograd."""
-    *operands, state = _operands(state=True)
+    *operands, state = _operands(state=True, channels=channels)
     (query, key, values, reads, weights, decay), before = (each for each in operands if each is not None), state
     assert before is not None
     given = key, values, reads, decay

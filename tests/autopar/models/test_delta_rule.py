@@ -1,6 +1,7 @@
 """Models with the gated delta rule are traced without its loops, and compute the same."""
 
 import importlib
+import importlib.util
 import logging
 
 import pytest
@@ -41,14 +42,15 @@ def _qwen3_next() -> nn.Module:
     return Qwen3NextForCausalLM(config)
 
 
-def _given(length: int, *, state: bool) -> dict[str, Tensor]:
-    """Two heads of queries and keys, four of values."""
+def _given(length: int, *, state: bool, channels: bool = False) -> dict[str, Tensor]:
+    """Two heads of queries and keys, four of values; four of all, and decays of their channels, with `channels`."""
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
-    found = {"query": drawn(2, length, 2, 3), "key": drawn(2, length, 2, 3), "value": drawn(2, length, 4, 5)}
-    found |= {"g": -drawn(2, length, 4).exp().detach().requires_grad_(), "beta": drawn(2, length, 4)}
+    heads, decays = (4, (3,)) if channels else (2, ())
+    found = {"query": drawn(2, length, heads, 3), "key": drawn(2, length, heads, 3), "value": drawn(2, length, 4, 5)}
+    found |= {"g": (-drawn(2, length, 4, *decays).exp()).detach().requires_grad_(), "beta": drawn(2, length, 4)}
     return {**found, "initial_state": drawn(2, 4, 3, 5)} if state else found
 
 
@@ -67,6 +69,31 @@ def test_the_rule_of_transformers(family: str, length: int, state: bool) -> None
         made.append([result, *torch.autograd.grad(loss, list(given.values()))])
         assert (last is not None) == state
     for own, theirs in zip(*made, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "bailing_hybrid", "glm5_next"])
+@pytest.mark.parametrize(("length", "chunk", "state"), [(11, 4, False), (70, 32, True)])
+def test_the_rule_with_decays_of_channels(family: str, length: int, chunk: int, state: bool) -> None:
+    """Also where a chunk has several blocks of places, and where decays leave nothing."""
+    name = f"transformers.models.{family}.modeling_{family}"
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"this version of transformers has no {family}")
+    original = importlib.import_module(name).chunk_kimi_delta_attention
+    torch.manual_seed(0)
+    given = _given(length, state=state, channels=True)
+    with torch.no_grad():
+        given["g"][:, 5] *= 1e3
+    made = []
+    for function in (original, gated_delta_rule):
+        with LiftFloat32(torch.float64):
+            result, last = function(
+                **given, chunk_size=chunk, output_final_state=state, use_qk_l2norm_in_kernel=not state
+            )
+        loss = result.square().sum() + (last.square().sum() if state else 0.0)
+        made.append([result, *torch.autograd.grad(loss, list(given.values()))])
+    for own, theirs in zip(*made, strict=True):
+        assert theirs.isfinite().all()
         torch.testing.assert_close(own, theirs, rtol=1e-11, atol=1e-11)
 
 

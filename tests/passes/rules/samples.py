@@ -248,9 +248,9 @@ def _recurrent(make: Maker, call: Make) -> Iterator[Sample]:
             yield call(f"aten.{kind}.input", batch, given, weights, True, 1, 0.0, True, False, first)
     places = make.normal(12, 6, 6, 3, 8)
     scanned = (places, make.normal(12, 6, 6, 3, 8), make.normal(12, 6, 6, 3, 24), make.normal(12, 6, 6, 3, 8))
-    within = (make.normal(12, 6, 6, 3, 3), make.positive(12, 6, 6))
-    yield call("autopar.delta_scan.default", *scanned, *within, None)
-    yield call("autopar.delta_scan.default", *scanned, *within, make.normal(12, 6, 8, 24))
+    within = make.normal(12, 6, 6, 3, 3)
+    yield call("autopar.delta_scan.default", *scanned, within, make.positive(12, 6, 6, 1), None)
+    yield call("autopar.delta_scan.default", *scanned, within, make.positive(12, 6, 6, 8), make.normal(12, 6, 8, 24))
 
 
 def _random(make: Maker, call: Make) -> Iterator[Sample]:

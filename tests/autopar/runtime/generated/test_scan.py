@@ -20,10 +20,10 @@ from tests.passes.rules.samples import Sample
 BATCH, HEADS, CHUNKS, PLACES, WIDTH, OUT = 2, 3, 8, 4, 6, 10
 
 
-def _operands(chunks: int, out: int) -> tuple[torch.Tensor, ...]:
+def _operands(chunks: int, out: int, channels: int = 1) -> tuple[torch.Tensor, ...]:
     above = (BATCH, HEADS, chunks)
     within = (*(torch.randn(*above, PLACES, width) for width in (WIDTH, WIDTH, out, WIDTH)),)
-    return (*within, torch.randn(*above, PLACES, PLACES), torch.rand(*above))
+    return (*within, torch.randn(*above, PLACES, PLACES), torch.rand(*above, channels))
 
 
 @pytest.mark.parametrize(("ranks", "methods"), [((2,), "chunks"), ((4,), "chunks"), ((2, 2), "chunks out")])
