@@ -118,7 +118,8 @@ def assert_equivalent(
     evaluation has not. Dropout is off on both sides in any case.
 
     Raises AssertionError where a tensor is off by more than `rtol`, or is there on one side only; UnsupportedError,
-    which names the ops, for a model that draws random numbers otherwise; InputError for one on meta.
+    which names the ops, for a model that draws random numbers otherwise; InputError for one on meta, and for one that
+    cannot be pickled.
     """
     sizes = dict(mesh or {"dp": 2, "tp": 2})
     model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
@@ -163,7 +164,13 @@ def compare(
     """
     model, inputs = copy.deepcopy(model).to(dtype), _cast(inputs, dtype)
     stream = io.BytesIO()
-    torch.save((model, inputs), stream, pickle_module=_Pickling)
+    try:
+        torch.save((model, inputs), stream, pickle_module=_Pickling)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"{type(model).__name__} cannot be pickled for the ranks ({error}): give one without local functions, as "
+            "are the hooks that some models get when they run"
+        ) from error
     lift = dtype if lifted else None
     given = stream.getvalue(), dict(mesh), lift, device_type, options
     return run_ranks(_compare_on_rank, prod(mesh.values()), *given, device_type=device_type)[0]

@@ -92,6 +92,16 @@ def test_stock_attention_with_dropout() -> None:
     assert_equivalent(dropping_gpt2(), MESH)
 
 
+def test_what_cannot_be_pickled_is_refused() -> None:
+    """The ranks are other processes."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    model.register_forward_hook(lambda part, given, made: made)
+    with pytest.raises(
+        autopar.InputError, match=r"Sequential cannot be pickled for the ranks .*: give one without local"
+    ):
+        assert_equivalent(model, MESH, {"input": X[:, 0]})
+
+
 def test_evaluation_is_compared_in_evaluation() -> None:
     """A batch norm takes other numbers there, and leaves them as they are; gradients are those of its evaluation."""
     torch.manual_seed(0)
