@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import logging
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -40,6 +41,35 @@ def _qwen3_next() -> nn.Module:
         linear_num_value_heads=4,
     )
     return Qwen3NextForCausalLM(config)
+
+
+def _kimi_linear() -> nn.Module:
+    """A layer of linear attention whose channels have decays of their own, and one of attention, without experts."""
+    transformers = pytest.importorskip("transformers.models.kimi_linear")
+    torch.manual_seed(0)
+    config = transformers.KimiLinearConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_layer_types=["dense", "dense"],
+        linear_head_dim=8,
+        linear_num_heads=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.KimiLinearForCausalLM(config)
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {"decays of heads": _qwen3_next, "of channels": _kimi_linear}
 
 
 def _given(length: int, *, state: bool, channels: bool = False) -> dict[str, Tensor]:
@@ -102,9 +132,10 @@ def _program(model: nn.Module, length: int) -> Program:
         return normalized(model, **tokens(2, length), use_cache=False)
 
 
-def test_programs_do_not_grow_with_the_sequence() -> None:
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_programs_do_not_grow_with_the_sequence(make: Callable[[], nn.Module]) -> None:
     """One op for all chunks, and no loop over their places."""
-    model = _qwen3_next()
+    model = make()
     short, long = (_program(model, length) for length in (64, 256))
     assert [op.kind for op in long.ops].count("delta_scan") == 1
     assert [op.kind for op in short.ops] == [op.kind for op in long.ops]
@@ -133,23 +164,25 @@ def test_another_rule_is_traced_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 @pytest.mark.parametrize("mesh", ["2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("4", "2x2"))])
-def test_heads_are_split(mesh: str) -> None:
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_heads_are_split(make: Callable[[], nn.Module], mesh: str) -> None:
     """Samples over dp, heads over tp: of linear attention, and of its scan."""
     constraints = {"@delta_scan": {"method": {axis: "batch" if axis == "dp" else "heads" for axis in MESHES[mesh]}}}
-    plan = autopar.plan(_qwen3_next(), MESHES[mesh], tokens(4, 24), cluster="ideal", constraints=constraints)
+    plan = autopar.plan(make(), MESHES[mesh], tokens(4, 24), cluster="ideal", constraints=constraints)
     assert not plan.whole_ops
-    exact(_qwen3_next().double(), mesh, tokens(4, 24), constraints=constraints)
+    exact(make().double(), mesh, tokens(4, 24), constraints=constraints)
 
 
 @pytest.mark.parametrize("mesh", ["2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("4", "2x2"))])
-def test_chunks_are_split(mesh: str) -> None:
-    """The sequence over all axes, in projections, convolutions and the scan, whose ranks pass states on."""
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_chunks_are_split(make: Callable[[], nn.Module], mesh: str) -> None:
+    """The sequence over all axes, in layers between, convolutions and the scan, whose ranks pass states on."""
     axes, inputs = MESHES[mesh], tokens(1, 256)
     constraints = {
-        "@linear": {"in": dict.fromkeys(axes, "S(1)")},
+        "*.mlp.*": {"in": dict.fromkeys(axes, "S(1)")},
         "@padded_conv1d": {"method": dict.fromkeys(axes, "space0")},
         "@delta_scan": {"method": dict.fromkeys(axes, "chunks")},
     }
-    plan = autopar.plan(_qwen3_next(), axes, inputs, cluster="ideal", constraints=constraints)
+    plan = autopar.plan(make(), axes, inputs, cluster="ideal", constraints=constraints)
     assert not plan.unsplit_over_sequence
-    exact(_qwen3_next().double(), mesh, inputs, constraints=constraints)
+    exact(make().double(), mesh, inputs, constraints=constraints)
