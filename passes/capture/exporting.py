@@ -42,6 +42,7 @@ from passes.capture.source import (
     line_of_traceback,
     replaced,
 )
+from passes.capture.state import state_kept
 from passes.capture.unread import nothing_unread
 from passes.capture.values import MOST, SYMBOLIC, Read, Rewording, Values, checks_pass
 from passes.ir.errors import CaptureError
@@ -121,6 +122,13 @@ def _told(module: nn.Module, values: Mapping[str, Tensor | None], read: Read) ->
     """The inputs that were read, which is logged, and so are the checks that were passed over."""
     for line in read.checks:
         logger.warning("the check of %s at %s is taken as passed: it is not made any more", type(module).__name__, line)
+    if read.changed:
+        logger.warning(
+            "a forward pass of %s changes its %s, which it may read in the next one: the distributed module has what "
+            "the trace had in every call; hold in buffers what changes",
+            type(module).__name__,
+            " and ".join(read.changed),
+        )
     constants: dict[str, Tensor] = {}
     for name, line in read.inputs.items():
         value = values[name]
@@ -174,7 +182,10 @@ def _exported(
         given = [(name, cast(Tensor, leaves[name]), value) for name, value in values.items()]
         answers = Values(given, constants, read, Loops(lengths, __file__))
         stack = ExitStack()
-        contexts: tuple[AbstractContextManager[object], ...] = (answers, checks_pass(answers), Rewording(), *more)
+        contexts: tuple[AbstractContextManager[object], ...] = (
+            *(answers, checks_pass(answers), Rewording(), state_kept(module, read.changed)),
+            *more,
+        )
         for context in contexts:
             stack.enter_context(context)
         return stack

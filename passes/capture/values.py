@@ -163,12 +163,14 @@ class Read:
     """The values that a model read while it was traced.
 
     `inputs` are those whose values were read, and the line that did. `wanted` are the inputs that a symbol of the trace
-    comes from and that are no constants. `checks` are the lines that may raise, which were taken not to.
+    comes from and that are no constants. `checks` are the lines that may raise, which were taken not to. `changed` are
+    the attributes of the model, by path, that hold another number or tensor after the trace.
     """
 
     inputs: dict[str, Line | None] = field(default_factory=dict)
     wanted: dict[sympy.Symbol, frozenset[str]] = field(default_factory=dict)
     checks: dict[Line | None, None] = field(default_factory=dict)
+    changed: dict[str, None] = field(default_factory=dict)
 
 
 _ACTIVE: ContextVar["Values | None"] = ContextVar("_ACTIVE", default=None)

@@ -1,0 +1,108 @@
+"""State of a model, besides its tensors, that a forward pass changes."""
+
+import logging
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.ir.errors import CaptureError
+from tests.passes.helpers import captured
+
+X = torch.ones(4, 6)
+
+
+class _Given(nn.Module):
+    """Runs a function of itself and its input."""
+
+    def __init__(self, function: Callable[["_Given", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.inner = nn.Module()
+        self.function = function
+        self.count, self.is_ready, self.kept = 0, False, torch.zeros(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the function."""
+        return self.function(self, self.linear(x))
+
+
+def _python(model: _Given, x: Tensor) -> Tensor:
+    return x * (2.0 if random.random() < 0.5 else 1.0)
+
+
+def _numpy(model: _Given, x: Tensor) -> Tensor:
+    return x * torch.from_numpy(np.random.rand(6).astype("float32"))
+
+
+def _seeds(model: _Given, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return x * torch.rand(6)
+
+
+def _inference(model: _Given, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        scale = x.sum()
+    return x * scale.clone()
+
+
+@torch.inference_mode()
+def _scale(x: Tensor) -> Tensor:
+    return x.sum()
+
+
+def _decorated(model: _Given, x: Tensor) -> Tensor:
+    return x * _scale(x).clone()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_python, "it draws random numbers with Python's random, which would be the same in every call"),
+        (_numpy, "it draws random numbers with numpy.random, which would be the same in every call"),
+        (_seeds, r"test_state.py:\d+ \(torch.manual_seed\(0\)\): it seeds torch's random numbers"),
+        (_inference, r"test_state.py:\d+ .*: it enters torch.inference_mode, which a trace does not keep"),
+        (_decorated, r"test_state.py:\d+ .*: it enters torch.inference_mode, which a trace does not keep"),
+    ],
+    ids=["random", "numpy", "seed", "inference mode", "decorated"],
+)
+def test_what_a_trace_does_not_keep_is_refused(function: Callable[[_Given, Tensor], Tensor], message: str) -> None:
+    """Every call would have the numbers of the trace, and gradients that the model has not."""
+    before = torch.initial_seed()
+    with pytest.raises(CaptureError, match=message):
+        captured(_Given(function), x=X)
+    assert torch.initial_seed() == before
+
+
+def _counts(model: _Given, x: Tensor) -> Tensor:
+    model.count += 1
+    return x * model.count
+
+
+def _keeps(model: _Given, x: Tensor) -> Tensor:
+    before, model.inner.kept = model.kept, x.detach()
+    return x + before
+
+
+def _flags(model: _Given, x: Tensor) -> Tensor:
+    model.is_ready = True
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "changed"),
+    [(_counts, "count"), (_keeps, "inner.kept"), (_flags, "")],
+    ids=["number", "tensor", "flag"],
+)
+def test_attributes_that_change_are_a_warning(
+    caplog: pytest.LogCaptureFixture, function: Callable[[_Given, Tensor], Tensor], changed: str
+) -> None:
+    """A model may set one that it never reads, so it is no error."""
+    with caplog.at_level(logging.WARNING, "autopar"):
+        captured(_Given(function), x=X)
+    said = [item.getMessage() for item in caplog.records if "a forward pass of _Given" in item.getMessage()]
+    assert len(said) == bool(changed)
+    assert all(f"changes its {changed}, which it may read in the next one" in text for text in said)
