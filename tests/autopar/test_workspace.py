@@ -51,8 +51,8 @@ _SCAN = "autopar.delta_scan.default"
 _CHUNKED_PLACES = (
     *(_wide(2, 4, 12, 8, width) for width in (16, 16, 24, 16)),
     _wide(2, 4, 12, 8, 8),
-    _wide(2, 4, 12),
 )
+_DECAYS = (_wide(2, 4, 12, 1), _wide(2, 4, 12, 16))
 # The number of arguments that are no keywords, and keywords.
 _CONVOLUTION = "autopar.padded_conv1d.default"
 _KEYWORDS = {
@@ -91,9 +91,10 @@ CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
         "space0",
     ),
     "cumsum": ("aten.cumsum.default", (_wide(), 1), "along"),
-    "delta_scan": (_SCAN, (*_CHUNKED_PLACES, None), "chunks"),
-    "delta_scan from a state": (_SCAN, (*_CHUNKED_PLACES, _wide(2, 4, 16, 24)), "chunks"),
-    "delta_scan of parts of the values": (_SCAN, (*_CHUNKED_PLACES, None), "chunks out"),
+    "delta_scan": (_SCAN, (*_CHUNKED_PLACES, _DECAYS[0], None), "chunks"),
+    "delta_scan with decays of channels": (_SCAN, (*_CHUNKED_PLACES, _DECAYS[1], None), "chunks"),
+    "delta_scan from a state": (_SCAN, (*_CHUNKED_PLACES, _DECAYS[0], _wide(2, 4, 16, 24)), "chunks"),
+    "delta_scan of parts of the values": (_SCAN, (*_CHUNKED_PLACES, _DECAYS[0], None), "chunks out"),
     "layer_norm without weight": (_NORM, (_wide(), [WIDTH]), "inner1"),
     "rms_norm without weight": ("aten.rms_norm.default", (_wide(), [WIDTH], None, 1e-5), "inner1"),
     "blockwise_attention of groups": (_ATTENTION, (_LONG, _KEYS, _KEYS, *_CAUSAL), "queries"),
