@@ -1,7 +1,6 @@
 """Models with the gated delta rule are traced without its loops, and compute the same."""
 
 import importlib
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 
@@ -106,10 +105,8 @@ def test_the_rule_of_transformers(family: str, length: int, state: bool) -> None
 @pytest.mark.parametrize(("length", "chunk", "state"), [(11, 4, False), (70, 32, True)])
 def test_the_rule_with_decays_of_channels(family: str, length: int, chunk: int, state: bool) -> None:
     """Also where a chunk has several blocks of places, and where decays leave nothing."""
-    name = f"transformers.models.{family}.modeling_{family}"
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"this version of transformers has no {family}")
-    original = importlib.import_module(name).chunk_kimi_delta_attention
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    original = modeling.chunk_kimi_delta_attention
     torch.manual_seed(0)
     given = _given(length, state=state, channels=True)
     with torch.no_grad():
