@@ -2,12 +2,10 @@
 
 import sys
 from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
 from hashlib import sha256
 from inspect import Signature
 from pathlib import Path
 from types import ModuleType
-from typing import cast
 
 import torch
 from torch import nn
@@ -201,14 +199,21 @@ def placed_parts(
             empty = blank(buffer.shape, buffer.dtype, device) if buffer.is_meta else None
             placed[id(buffer)] = buffer.detach().clone().to(device) if empty is None else empty
         place(root, name, placed[id(buffer)], name in persistent)
-    evaluated = evaluated_parts(model)
-    for path, original in model.named_modules():
-        with suppress(AttributeError):
-            own = cast(Container, root.get_submodule(path))
-            own.training = path not in evaluated
-            if isinstance(original, nn.ModuleList | nn.Sequential) and path:
-                mark_list(own, len(original))
+    _set_parts(root, model)
     return root
+
+
+def _set_parts(root: Container, model: nn.Module) -> None:
+    """Put the parts of `root` that stay in evaluation mode into it, and give lists of modules their length."""
+    evaluated, held = evaluated_parts(model), dict(root.named_modules())
+    for path, original in model.named_modules(remove_duplicate=False):
+        part = held.get(path)
+        # A part without parameters, or one of other stages, is not there.
+        if part is None:
+            continue
+        part.training = path not in evaluated
+        if isinstance(original, nn.ModuleList | nn.Sequential) and isinstance(part, Container) and part is not root:
+            mark_list(part, len(original))
 
 
 def load(program: GeneratedProgram, name: str, stages: Sequence[int] = (0,)) -> LoadedProgram:

@@ -8,7 +8,7 @@ chunks. A trace has an op for each step of these in each layer. Here the places 
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import cast
@@ -21,7 +21,8 @@ from passes.capture.source import replaced
 from passes.ir.log import logger
 from passes.scans import delta_scan
 
-# The arguments that the functions of `transformers` have in all their modules.
+# The functions of modules of `transformers`, and the arguments that they have in all of them.
+_FUNCTIONS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 _KNOWN = (
     "query", "key", "value", "g", "beta",
     "chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
@@ -41,23 +42,23 @@ def without_loops(model: nn.Module) -> Iterator[None]:
     """Enter around a trace of `model`: the delta rule in chunks is computed without loops."""
     with ExitStack() as stack:
         for name in sorted({type(module).__module__ for module in model.modules()}):
-            for function, rule in _RULES.items():
+            for function in _FUNCTIONS:
                 found: Rule | None = getattr(sys.modules.get(name), function, None)
                 if found is None:
                     continue
                 if set(_KNOWN) <= set(inspect.signature(found).parameters):
-                    stack.enter_context(replaced(sys.modules[name], function, partial(_called, found, rule)))
+                    stack.enter_context(replaced(sys.modules[name], function, partial(_called, found)))
                 else:
                     logger.info("this version of transformers has another delta rule, which is traced in its loops")
         yield
 
 
-def _called(original: Rule, rule: Rule, *given: Given, **named: Given) -> tuple[Tensor, Tensor | None]:
-    """A call of the function of `transformers` that `rule` computes without loops."""
+def _called(original: Rule, *given: Given, **named: Given) -> tuple[Tensor, Tensor | None]:
+    """A call of a function of `transformers`."""
     if any(named.get(name) is not None for name in _DOCUMENTS):
         return original(*given, **named)
     arguments = inspect.signature(original).bind(*given, **named).arguments
-    return rule(**{name: arguments[name] for name in _KNOWN if name in arguments})
+    return cast(Rule, gated_delta_rule)(**{name: arguments[name] for name in _KNOWN if name in arguments})
 
 
 def gated_delta_rule(
@@ -101,13 +102,6 @@ def gated_delta_rule(
     made, _, last = delta_scan(query * since, key * left, values, reads, weights, total[..., -1, :].exp(), state)
     result = made.flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype).contiguous()
     return result, last if output_final_state else None
-
-
-# The functions of modules of `transformers`, and what computes them without loops.
-_RULES: Mapping[str, Rule] = {
-    "torch_chunk_gated_delta_rule": cast(Rule, gated_delta_rule),
-    "chunk_kimi_delta_attention": cast(Rule, gated_delta_rule),
-}
 
 
 def _by_heads(left: Tensor, right: Tensor, total: Tensor) -> Tensor:

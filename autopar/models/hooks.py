@@ -56,11 +56,14 @@ def warn_of_hooks(model: nn.Module) -> None:
 
 def _have(parts: Sequence[str]) -> str:
     """The subject of a sentence, and its verb."""
-    if len(parts) == 1:
-        return f"{parts[0]} has"
+    return f"{listed(parts)} {'has' if len(parts) == 1 else 'have'}"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """The first parts, and how many more there are: "a, b, c and 2 more"."""
     more = len(parts) - _NAMED
     named = [*parts[:_NAMED], *([f"{more} more"] if more > 0 else ())]
-    return f"{', '.join(named[:-1])} and {named[-1]} have"
+    return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
 def _called(model: nn.Module, path: str) -> str:

@@ -2,11 +2,9 @@
 
 from torch import nn
 
+from autopar.models.hooks import listed
 from passes.capture import evaluated_parts
 from passes.ir.log import logger
-
-# Parts that a warning names.
-_NAMED = 3
 
 
 def warn_of_evaluated_parts(model: nn.Module) -> None:
@@ -17,10 +15,8 @@ def warn_of_evaluated_parts(model: nn.Module) -> None:
             outermost.append(path)
     if not outermost:
         return
-    more = len(outermost) - _NAMED
     logger.warning(
-        "parts of the model are in evaluation mode (%s%s) and stay so when the distributed module trains: call "
+        "parts of the model are in evaluation mode (%s) and stay so when the distributed module trains: call "
         "model.train() before parallelize if they should train as the others",
-        ", ".join(outermost[:_NAMED]),
-        f" and {more} more" if more > 0 else "",
+        listed(outermost),
     )

@@ -276,7 +276,7 @@ class DistributedModule(Initializable, CalledPart):
                     "a module in pipeline stages computes gradients with the forward pass: call "
                     "dist_model.forward_backward(...), or enter torch.no_grad() for the output alone"
                 )
-        serving, inputs = self._calls.prepared(self._called(args, kwargs), self._surroundings(1), args, kwargs)
+        serving, inputs = self._calls.prepared(self._program_name(args, kwargs), self._surroundings(1), args, kwargs)
         self._change(serving)
         if self._pipeline is None:
             return self._output(serving, self._run(serving.stages[0], inputs))
@@ -422,7 +422,7 @@ class DistributedModule(Initializable, CalledPart):
         """The name of the program that runs: evaluation has its own only where it differs from training."""
         return "train" if self.training or "infer" not in self._programs else "infer"
 
-    def _called(self, *given: object) -> str:
+    def _program_name(self, *given: object) -> str:
         """The name of the program whose decisions serve a call with the arguments `given`: that of training wherever
         gradients are computed, but in pipeline stages."""
         mode = self._mode()

@@ -114,8 +114,8 @@ def assert_equivalent(
     cost nothing ("ideal"), so that all is split that can be. Without `example_inputs` a Hugging Face model gets random
     ones. Prints the worst tensor, and returns the (first) comparison.
 
-    A model in evaluation (`model.eval()`) is compared in evaluation, in pipeline stages without gradients, which its
-    evaluation has not. Dropout is off on both sides in any case.
+    A model in evaluation (`model.eval()`) is compared in evaluation; in pipeline stages its gradients are not
+    compared. Dropout is off on both sides in any case.
 
     Raises AssertionError where a tensor is off by more than `rtol`, or is there on one side only; UnsupportedError,
     which names the ops, for a model that draws random numbers otherwise; InputError for one on meta, and for one that

@@ -298,9 +298,10 @@ def _copies(target: OpOverload, node: torch.fx.Node) -> bool:
 
 
 # Ops that return their operand itself where it already is what they would make of it.
-_HANDING_ON = {"to", "type_as", "contiguous", "flatten", "atleast_1d", "atleast_2d", "atleast_3d", "real", "positive"}
-_HANDING_ON |= {"conj", "resolve_conj", "resolve_neg"}
-_HANDING_ON |= {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
+_HANDING_ON = frozenset((
+    "to", "type_as", "contiguous", "flatten", "atleast_1d", "atleast_2d", "atleast_3d", "real", "positive", "conj",
+    "resolve_conj", "resolve_neg", "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+))  # fmt: skip
 
 
 def _handed_on(item: object) -> object:

@@ -22,7 +22,9 @@ _Table = dict[str, nn.Parameter | None] | dict[str, torch.Tensor | None]
 def evaluated_parts(module: nn.Module) -> tuple[str, ...]:
     """The paths of the parts that are in evaluation mode, as frozen batch norms are, though `module` is in training
     mode. A module that is in evaluation mode itself, as loaded ones are, has none: as a whole it can be trained."""
-    return tuple(path for path, part in module.named_modules() if not part.training) if module.training else ()
+    if not module.training:
+        return ()
+    return tuple(path for path, part in module.named_modules(remove_duplicate=False) if not part.training)
 
 
 @contextmanager

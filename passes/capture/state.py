@@ -15,7 +15,7 @@ from passes.capture.source import UntraceableError, line_of_frame, replaced
 # The function of torch that enters the mode around a decorated one.
 _DECORATED = "decorate_context"
 
-# Numbers in attributes of a module, by path and name. Of tensors the address of the object.
+# Numbers in attributes of a module, by path and name; tensors with the address of the object, which they keep alive.
 _Attributes = dict[str, object]
 
 
@@ -24,8 +24,8 @@ def state_kept(module: nn.Module, changed: dict[str, None]) -> Iterator[None]:
     """Enter around a forward pass of `module`. Adds to `changed` the attributes that hold another number or tensor
     afterwards, by path.
 
-    Raises UntraceableError where random numbers are drawn by others than torch, where torch's are seeded, and where
-    inference mode is entered.
+    Raises UntraceableError where random numbers are drawn by others than torch (by any thread: all share these
+    generators), where torch's are seeded, and where inference mode is entered.
     """
 
     def refuse_inference(mode: torch.inference_mode) -> None:
@@ -80,7 +80,7 @@ def _generators() -> dict[str, object]:
 def _attributes(module: nn.Module) -> _Attributes:
     """Numbers and tensors in attributes of all parts of `module`, but for parameters, buffers and flags."""
     return {
-        f"{path}.{name}".lstrip("."): id(value) if isinstance(value, Tensor) else value
+        f"{path}.{name}".lstrip("."): (id(value), value) if isinstance(value, Tensor) else value
         for path, part in module.named_modules()
         for name, value in vars(part).items()
         if isinstance(value, int | float | Tensor) and not isinstance(value, bool)

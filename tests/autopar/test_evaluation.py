@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import BertConfig, BertForSequenceClassification
 
 import autopar
 from autopar.runtime import DistributedModule
 from autopar.testing import run_ranks
-from tests.autopar.test_training import gradients, made
+from tests.autopar.test_training import gradients, made, whole
 from tests.models import gpt2, tokens
 
 Batch = Mapping[str, torch.Tensor]
@@ -30,12 +29,8 @@ def _batch(size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": torch.arange(size) % 4}
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((_whole(ours.detach()) - theirs.detach()).abs().max() / theirs.detach().abs().max()).item()
+    return ((whole(ours.detach()) - theirs.detach()).abs().max() / theirs.detach().abs().max()).item()
 
 
 def _backward_error(dist_model: nn.Module, model: nn.Module, batch: Batch) -> float:

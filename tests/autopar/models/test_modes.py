@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.testing import compare_on_mesh, run_ranks
+from passes.capture import evaluated_parts
 
 
 class _Classifier(nn.Module):
@@ -67,8 +68,16 @@ def _steps(evaluated: tuple[str, ...]) -> float:
 
 @pytest.mark.parametrize("evaluated", [("norm", "inner"), ("inner",)])
 def test_parts_in_evaluation_stay_so(evaluated: tuple[str, ...]) -> None:
-    """Where dropout is among them: other dropout draws other numbers than one device."""
+    """All dropout is among them, because dropout that trains draws other numbers than on one device."""
     assert max(run_ranks(_steps, 2, evaluated)) <= 1e-12
+
+
+def test_parts_that_have_two_names() -> None:
+    """They are in evaluation under both."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).eval())
+    model.append(model[1])
+    assert evaluated_parts(model) == ("1", "2")
+    assert evaluated_parts(model.eval()) == ()
 
 
 def _refused() -> str:
