@@ -140,8 +140,8 @@ class StageLevels:
         """The seconds of the stages that begin at these positions, as factors of the counts of a path [5, stages], and
         those before and after the schedule."""
         own = [stage.seconds(level) for stage, level in zip(self._stages(starts), levels, strict=True)]
-        boundaries = self.program.boundaries(self.pipeline.ranks)
-        crossed = [boundary for start in starts if (boundary := boundaries[start]) is not None]
+        every = self.program.crossed(self.pipeline.ranks)
+        crossed = [every[start] for start in starts]
         rows = (
             [each.forward for each in own],
             [each.backward for each in own],

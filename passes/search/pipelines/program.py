@@ -4,7 +4,7 @@ its positions, and the memory of stages."""
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 from passes.cost.cluster import GIB
@@ -62,7 +62,7 @@ class StagedProgram:
         self.positions = positions(self.whole)
         self._memory: dict[Hashable, StageMemory] = {}
         self._priced: dict[Hashable, list[Phases]] = {}
-        self._crossed: dict[int, list[Boundary | None]] = {}
+        self._crossed: dict[int, list[Boundary]] = {}
         # What is asked for holds for the first copies of each stage.
         levels_asked = levels(choice.solution.configuration.recompute, space.recompute or {})
         self.recompute = levels_asked if space.recompute is not None else choice.solution.configuration.recompute
@@ -232,24 +232,27 @@ class StagedProgram:
         return found
 
     def boundaries(self, ranks: int) -> list[Boundary | None]:
-        """The values that cross the boundary before each position; None where no stage but the first may begin."""
+        """The values that cross the boundary before each position; None where no stage begins unless it is asked
+        for."""
+        return [each if may else None for each, may in zip(self.crossed(ranks), self._offered, strict=True)]
+
+    def crossed(self, ranks: int) -> list[Boundary]:
+        """The values that cross the boundary before each position, also where none is offered."""
         if ranks not in self._crossed:
-            self._crossed[ranks] = self._find_boundaries(ranks)
+            seconds = partial(transfer_s, cluster=self.space.cluster, mesh=self.mesh, ranks=ranks)
+            between = (Boundary(seconds(each.bytes), seconds(each.gradient_bytes)) for each in self._sent)
+            self._crossed[ranks] = [Boundary(0.0, 0.0), *between]
         return self._crossed[ranks]
 
-    def _find_boundaries(self, ranks: int) -> list[Boundary | None]:
-        found: list[Boundary | None] = [None]
-        sent = crossings(self.whole, self.folded.flowing, self.mesh)
-        for number, crossing in enumerate(sent, 1):
-            if not self._is_offered(number, crossing):
-                found.append(None)
-                continue
-            seconds = (
-                transfer_s(size, self.space.cluster, self.mesh, ranks)
-                for size in (crossing.bytes, crossing.gradient_bytes)
-            )
-            found.append(Boundary(*seconds))
-        return found
+    @cached_property
+    def _offered(self) -> tuple[bool, ...]:
+        """Whether a stage may begin with each position."""
+        return (False, *(self._is_offered(number, crossing) for number, crossing in enumerate(self._sent, 1)))
+
+    @cached_property
+    def _sent(self) -> tuple[Crossing, ...]:
+        """The tensors that cross the boundary before each position but the first."""
+        return crossings(self.whole, self.folded.flowing, self.mesh)
 
     def _is_offered(self, number: int, crossing: Crossing) -> bool:
         """Whether a stage may begin with a position: with a copy of a region, or with the first op of a module; and in
