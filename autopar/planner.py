@@ -70,7 +70,8 @@ def no_collection() -> Iterator[None]:
 class PlannedModel:
     """A plan with all that is needed to run it: programs by name, layouts of stored parameters, seconds per pass, the
     random seed (that of torch on the first rank), the decisions for every node of each program, the reason why
-    evaluation could not be traced, and the FSDP units of each stage."""
+    evaluation could not be traced, the FSDP units of each stage, and the keys of the ops of the first program, in
+    order."""
 
     plan: Plan
     programs: Mapping[str, GeneratedProgram]
@@ -80,6 +81,7 @@ class PlannedModel:
     decided: Mapping[str, Mapping[str, Decided]]
     refused: str
     units: tuple[tuple[FSDPUnit, ...], ...]
+    order: tuple[str, ...]
 
 
 @no_collection()
@@ -139,6 +141,7 @@ def plan_captured(captured: CapturedModel, request: Request, clock: Clock) -> Pl
         {name: item.decided for name, item in programs.items()},
         refused,
         first.lowered.units,
+        _order(first),
     )
 
 
@@ -197,9 +200,15 @@ def _plan_evaluation(
         configuration=decisions.configuration or first.record.configuration(first.mesh).for_evaluation(),
         stored=first.lowered.parameters,
         units=first.lowered.units,
+        order=_order(first),
     )
     request = replace(request, objective="infer", micro_batches=None, recompute=None, zero=None)
     return plan_program(program, info, request, "infer", decisions, clock)
+
+
+def _order(first: PlannedProgram) -> tuple[str, ...]:
+    """The keys of the ops of a program, in order."""
+    return tuple(op.key for op in first.lowered.program.ops)
 
 
 def _in_micro_batches(

@@ -31,6 +31,8 @@ class Decisions:
       result; None leaves that to the solver.
     - `stored`: the layouts of all parameters, by name, in place of the user's constraints.
     - `units`: the FSDP units that hold the parameters already, by stage.
+    - `order`: the keys of the ops of the model's first program, in order: the cuts of `configuration` are its own (see
+      `passes.lower.stages.named_starts`).
     - `gap`: the relative optimality gap of the step time that was proven when `methods` were chosen; `complete`: over
       all plans that were offered, of which none takes less than `bound_s`.
     - `single_s`: that of a `ProgramPlan`.
@@ -42,6 +44,7 @@ class Decisions:
     regathered: Sequence[tuple[str, int]] | None = None
     stored: Mapping[str, Layout] | None = None
     units: tuple[tuple[FSDPUnit, ...], ...] | None = None
+    order: tuple[str, ...] = ()
     gap: float = 0.0
     complete: bool = True
     bound_s: float = 0.0

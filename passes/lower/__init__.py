@@ -37,9 +37,10 @@ def lower(
     cluster: Cluster,
     clock: Clock,
     units: Sequence[Sequence[FSDPUnit]] | None = None,
+    order: Sequence[str] = (),
 ) -> Lowered:
-    """The program under `solution`, in the stages of its pipeline. `units` are the existing FSDP units of the model's
-    parameters, by stage, if it is not the first program of its model.
+    """The program under `solution`, in the stages of its pipeline. If it is not the first program of its model, `units`
+    are the existing FSDP units of the model's parameters, by stage, and `order` the keys of the first one's ops.
 
     Raises PipelineError for cuts that the program does not have.
     """
@@ -47,7 +48,7 @@ def lower(
     mesh, cuts, by_stage = configuration.mesh, configuration.pipeline.cuts, configuration.pipeline.recompute
     with clock("lower"):
         whole = whole_code(folded, problem, solution, casts)
-        stages = cut(whole, named_starts(whole, cuts), folded.flowing, mesh) if cuts else (whole,)
+        stages = cut(whole, named_starts(whole, cuts, order), folded.flowing, mesh) if cuts else (whole,)
     existing = [None] * len(stages) if units is None else units
     apart = _in_several_places(stages, configuration.pipeline)
     return Lowered(

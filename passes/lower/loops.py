@@ -30,6 +30,14 @@ def piece_name(loop: Loop, copy: int, first: int) -> str:
     return path if entry != _place(loop.region, before)[0] else path + rest
 
 
+def piece_keys(loop: Loop, copy: int, inside: range) -> Iterator[str]:
+    """The keys that the ops among the statements `inside` of a copy have in the program, in order."""
+    for item in loop.body.statements[inside.start : inside.stop]:
+        if isinstance(item, Compute):
+            entry, rest = _place(loop.region, item.op)
+            yield loop.region.copies[copy][entry] + rest + item.op.key.removeprefix(item.op.module)
+
+
 def some_copies(loop: Loop, copies: range) -> Loop:
     """The loop over some of the copies, with what the next copy takes among its exports."""
     start, stop = copies.start - loop.copies.start, copies.stop - loop.copies.start

@@ -20,7 +20,7 @@ from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Returned, Stage, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Buffer, Input, Parameter, Program, has_gradient
-from passes.lower.loops import carried_before, copy_pieces, part_of_copy, piece_name, some_copies
+from passes.lower.loops import carried_before, copy_pieces, part_of_copy, piece_keys, piece_name, some_copies
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,20 @@ def crossings(stage: Stage, flowing: frozenset[str], mesh: Mesh) -> tuple[Crossi
     return tuple(found)
 
 
-def named_starts(stage: Stage, cuts: Sequence[str]) -> tuple[int, ...]:
+def named_starts(stage: Stage, cuts: Sequence[str], order: Sequence[str] = ()) -> tuple[int, ...]:
     """The numbers of the positions with the names `cuts`.
 
     A mean over samples is a sum and a quotient in micro-batches, and one op in other programs: there a stage of the sum
     alone is empty.
 
+    Cuts of another program of the same model come with the keys of its ops, in `order`. Where no position has the name,
+    the stage begins before the first later op that both programs have, or after the piece that it is in; stages may
+    be empty.
+
     Raises PipelineError for a name that begins no position, and for names out of order.
     """
+    if order:
+        return _starts_like(stage, cuts, order)
     names = [item.name for item in positions(stage)]
     found: list[int] = []
     whole_means = set[int]()
@@ -121,6 +127,35 @@ def named_starts(stage: Stage, cuts: Sequence[str]) -> tuple[int, ...]:
             raise PipelineError(f"the cut {name!r} does not come after {cuts[len(found) - 1]!r}: give cuts in order")
         found.append(number)
     return tuple(found)
+
+
+def _starts_like(stage: Stage, cuts: Sequence[str], order: Sequence[str]) -> tuple[int, ...]:
+    """As `named_starts`, for cuts of another program."""
+    pieces, statements = positions(stage), _ordered(stage)
+    names = {item.name: number for number, item in reversed(list(enumerate(pieces)))}
+    firsts: dict[str, int] = {}
+    for number, piece in enumerate(pieces):
+        first, *others = _keys(statements, piece)
+        firsts |= {first: number, **dict.fromkeys(others, number + 1)}
+    found: list[int] = []
+    for name in cuts:
+        if name in names:
+            number = names[name]
+        else:
+            within = (at for at, key in enumerate(order) if key == name or key.startswith((f"{name}/", f"{name}.")))
+            later = order[next(within, len(order)) :]
+            number = next((firsts[key] for key in later if key in firsts), len(pieces))
+        found.append(min(max([1, number, *found[-1:]]), len(pieces) - 1))
+    return tuple(found)
+
+
+def _keys(statements: Sequence[Statement], piece: Position) -> Iterator[str]:
+    """The keys of the ops of a position of these statements, in order."""
+    for statement in statements[piece.first : piece.last]:
+        if isinstance(statement, Compute):
+            yield statement.op.key
+        elif isinstance(statement, Loop) and piece.copy is not None:
+            yield from piece_keys(statement, piece.copy, piece.inside)
 
 
 def _origin(name: str) -> str:

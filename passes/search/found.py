@@ -84,7 +84,8 @@ def lowered_choice(
     space, clock, configuration = subproblems.space, subproblems.clock, solution.configuration
     if configuration.zero == 3:
         solution = replace(solution, regathered=solution.regathered | gathered_again(problem, solution))
-    lowered = lower(program.folded, problem, solution, space.casts, space.cluster, clock, space.decisions.units)
+    units, order = space.decisions.units, space.decisions.order
+    lowered = lower(program.folded, problem, solution, space.casts, space.cluster, clock, units, order)
     step = scheduled_step(lowered, program.folded, space.cluster, space.optimizer, configuration)
     return LoweredChoice(program, problem, solution, lowered, step)
 

@@ -1,4 +1,4 @@
-"""Gradients of a model in evaluation mode, whose training draws dropout."""
+"""A model in evaluation mode, whose training draws dropout: its gradients, and its pipeline stages."""
 
 import copy
 from collections.abc import Mapping
@@ -116,3 +116,37 @@ def _of_inputs() -> float:
 def test_gradients_of_inputs() -> None:
     """Of a frozen model, as attributions are computed."""
     assert max(run_ranks(_of_inputs, 2)) <= 1e-12
+
+
+def _in_stages(cut: str) -> list[float]:
+    """Errors of the loss in evaluation, as planned and replayed, at other sizes too, with training in between."""
+    model = _bert()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    options = {"cluster": "ideal", "micro_batches": 2, "pipeline": autopar.Pipeline(cuts=(cut,))}
+    planned = autopar.plan(model, {"pp": 2}, _batch(8), **options)  # type: ignore[arg-type]
+    again = autopar.Plan.from_json(planned.to_json())
+    found = []
+    for given in (options, {"plan": again}):
+        dist_model = autopar.parallelize(copy.deepcopy(model), mesh, _batch(8), **given)  # type: ignore[arg-type]
+        assert dist_model.plan.programs["infer"].cuts == planned.programs["train"].cuts == (cut,)
+        for size in (8, 6):
+            with torch.no_grad():
+                ours = dist_model.eval()(**_batch(size))["loss"]
+                found.append(_error(ours, model.eval()(**_batch(size))["loss"]))
+            dist_model.train().forward_backward(**_batch(size))
+            dist_model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "bert.embeddings.dropout/dropout",
+        "bert.encoder.layer.0.intermediate.dense",
+        "/cross_entropy_loss",
+        "dropout/dropout",
+    ],
+)
+def test_evaluation_is_cut_where_training_is(cut: str) -> None:
+    """Also at a module that evaluation has no op of."""
+    assert max(error for own in run_ranks(_in_stages, 2, cut) for error in own) <= 1e-12

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from passes.cost.liveness import MemoryPeak
+from passes.ir.errors import PipelineError
 from passes.ir.lowered import Compute, Loop, Stage
 from passes.ir.plan import Block
-from passes.lower.loops import copy_pieces, part_of_copy, piece_name
+from passes.lower.loops import copy_pieces, part_of_copy, piece_keys, piece_name
 from passes.lower.stages import crossings, cut, named_starts, positions
 from passes.record import record_stage
 from passes.solve import solve
@@ -98,6 +99,34 @@ def test_copies_of_several_layers_are_cut_between_them() -> None:
     assert named(whole) == [name for names in expected for name in names]
     first, second = cut(whole, named_starts(whole, ["layers.1"]), frozenset(), MESH)
     assert [loop.layers for loop in (*first.loops, *second.loops)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_pieces_know_their_ops_in_the_program(alternate: bool) -> None:
+    """The keys of all pieces of all copies are those of the program's ops in layers, in order."""
+    planned, whole = whole_of(alternate)
+    (loop,) = whole.loops
+    found = [key for copy in loop.copies for inside in copy_pieces(loop) for key in piece_keys(loop, copy, inside)]
+    assert found == [op.key for op in planned.folded.program.ops if op.module.startswith("layers")]
+
+
+def test_cuts_of_another_program_are_before_the_next_op_that_both_have(case: tuple[Planning, Stage]) -> None:
+    """That may begin a position, or be within a piece, which the stage then begins after; a stage may be empty."""
+    planned, whole = case
+    names, ops = [item.name for item in positions(whole)], [op.key for op in planned.folded.program.ops]
+    up, down = ops.index("layers.2.second.up/linear"), ops.index("layers.2.second.down/linear")
+    order = [*ops[:up], "layers.2.drop/dropout", *ops[up:down], "layers.2.second.drop/dropout", *ops[down:], "/scaled"]
+
+    def begun(*cuts: str) -> list[str]:
+        return [names[number] for number in named_starts(whole, cuts, order)]
+
+    assert begun("layers.1", "layers.2.second.up") == ["layers.1", "layers.2.second.up"]
+    assert begun("layers.2.drop/dropout", "layers.3") == ["layers.2.second.up", "layers.3"]
+    assert begun("layers.2.drop", "layers.2.second.drop") == ["layers.2.second.up", "layers.3"]
+    assert begun("layers.2.second.drop", "layers.3") == ["layers.3", "layers.3"]
+    assert begun("layers.3", "/scaled") == ["layers.3", names[-1]]
+    with pytest.raises(PipelineError, match=r"'layers.2.drop/dropout' names no module"):
+        named_starts(whole, ["layers.2.drop/dropout"])
 
 
 def test_parts_make_the_copy(case: tuple[Planning, Stage]) -> None:
