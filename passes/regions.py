@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from passes.ir.arguments import Argument, Ref, rename
+from passes.ir.arguments import Argument, Ref, references, rename
 from passes.ir.folded import Carry, Export, Folded, Region
 from passes.ir.grouping import grouped
-from passes.ir.program import Input, Op, Parameter, Program, TensorType, flow
+from passes.ir.program import Input, Op, Parameter, Program, TensorType, flow, has_gradient
 
 _LONGEST_PERIOD = 8
 
@@ -29,6 +29,12 @@ def fold(program: Program, label: Callable[[Op], Hashable] = lambda op: None) ->
     folder = _Folder(program, label)
     items = folder.items(0, len(program.ops), 0)
     types = dict(folder.types)
+    flowing = _dependent(program, items, types) & _contributing(program, items, types)
+    return Folded(program, tuple(items), types, frozenset(flowing), folder.alike)
+
+
+def _dependent(program: Program, items: Sequence[Op | Region], types: Mapping[str, TensorType]) -> set[str]:
+    """The tensors of `items` that depend, differentiably, on a trainable parameter or input."""
     sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
     flowing = {item.name for item in sources if item.trainable}
     trainable = set(flowing)
@@ -45,7 +51,31 @@ def fold(program: Program, label: Callable[[Op], Hashable] = lambda op: None) ->
         for export in item.exports:
             if export.value in flowing:
                 flowing.update(name for name in export.names if name)
-    return Folded(program, tuple(items), types, frozenset(flowing), folder.alike)
+    return flowing
+
+
+def _contributing(program: Program, items: Sequence[Op | Region], types: Mapping[str, TensorType]) -> set[str]:
+    """The tensors of `items` on which an output depends, differentiably: what only chooses indices or masks gets no
+    gradient."""
+    found = {name for value in program.outputs for name in references(value) if has_gradient(types[name].dtype)}
+    for item in reversed(items):
+        if isinstance(item, Op):
+            _flow_back([item], found, types)
+            continue
+        found.update(export.value for export in item.exports if any(name in found for name in export.names))
+        for _ in range(len(item.carries) + 1):
+            _flow_back(item.ops, found, types)
+            found.update(carry.next for carry in item.carries if carry.argument in found)
+        found.update(carry.initial for carry in item.carries if carry.argument in found)
+        found.update(name for own, names in item.owned.items() if own in found for name in names)
+    return found
+
+
+def _flow_back(ops: Sequence[Op], found: set[str], types: Mapping[str, TensorType]) -> None:
+    """Add to `found` the operands of ops with a result in it that can have gradients."""
+    for op in reversed(ops):
+        if op.kind != "detach" and any(name in found for name in op.results):
+            found.update(name for name in op.operands if has_gradient(types[name].dtype))
 
 
 @dataclass(frozen=True)

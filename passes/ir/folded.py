@@ -66,8 +66,9 @@ class Folded:
     """A program whose repeated runs are folded into regions: `items` are ops and regions in order.
 
     `types` has the type of every tensor in `items`, those of the regions' bodies included; `flowing` are the names of
-    those that a gradient flows through. Equal layers that are written several times share their decisions: `alike` maps
-    the keys of their ops, and the names of their parameters and buffers, to those of the first one.
+    those that a gradient flows through: they depend on a trainable tensor, and an output depends on them. Equal layers
+    that are written several times share their decisions: `alike` maps the keys of their ops, and the names of their
+    parameters and buffers, to those of the first one.
     """
 
     program: Program

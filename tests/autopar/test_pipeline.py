@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
@@ -501,6 +501,37 @@ def test_cuts_of_micro_batches_are_those_of_the_batch():
     trained = autopar.plan(Partly(), {"pp": 2}, inputs, micro_batches=2, **options)
     evaluated = autopar.plan(Partly(), {"pp": 2}, inputs, objective="infer", **options)
     assert trained.programs["train"].cuts == evaluated.programs["infer"].cuts == ("/mean.sum",)
+
+
+class Choosing(nn.Module):
+    """It multiplies the features that have the highest scores; scores get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.sharper, self.up, self.head = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """x: [rows, 8]."""
+        x = self.up(x)
+        best = self.sharper(self.score(x).relu()).topk(3).indices
+        chosen = torch.zeros_like(x).scatter(1, best, 1.0)
+        return {"loss": self.head(x * chosen).square().mean()}
+
+
+@pytest.mark.parametrize("cut", ["sharper", "head"])
+def test_what_only_chooses_indices_gets_no_gradient(cut: str) -> None:
+    """Its parameters have none, as on one device, also where stages are cut within it: an optimizer with weight decay
+    would change them for a gradient of zero."""
+    torch.manual_seed(0)
+    model = Choosing()
+    found = compare(
+        model, {"pp": 2}, {"x": torch.randn(4, 8)}, cluster="ideal", micro_batches=2, pipeline=Pipeline(cuts=(cut,))
+    )
+    assert found.worst[1] <= TOLERANCE, str(found)
+    model(torch.randn(4, 8))["loss"].backward()
+    assert [name for name, item in model.named_parameters() if item.grad is None] == [
+        f"{module}.{name}" for module in ("score", "sharper") for name in ("weight", "bias")
+    ]
 
 
 def test_axes_are_checked():

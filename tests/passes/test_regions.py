@@ -371,3 +371,25 @@ def test_layers_that_make_equal_constants_fold() -> None:
     assert [region.count for region in alike.regions] == [3]
     assert len(alike.program.constants) == 2
     assert not folded(Picks(), Picks(-3), Picks(-4)).regions
+
+
+class Chooses(nn.Module):
+    """A layer that multiplies the features with the highest scores; scores get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.up = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer."""
+        best = self.score(x).topk(2).indices
+        return x + self.up(x) * torch.zeros_like(x).scatter(-1, best, 1.0)
+
+
+def test_gradients_flow_only_to_what_an_output_depends_on() -> None:
+    """Not through indices, neither in layers that fold nor in those that do not."""
+    for model in (folded(Chooses(), Chooses(), Chooses()), folded(Chooses(), Picks())):
+        flowing = {op.key.rpartition("/")[0].rpartition(".")[2] for op in model.ops if set(op.results) & model.flowing}
+        assert "up" in flowing
+        assert "score" not in flowing
+        assert not {name for name in model.flowing if "score" in name}

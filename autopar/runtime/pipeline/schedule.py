@@ -140,8 +140,11 @@ class _StageModule(nn.Module):
             assert isinstance(loss, Tensor)
             # torch detaches it after the backward pass, so that its graph is freed: a view it could not detach.
             return loss.clone()
-        # What is handed on unchanged is a tensor of its own: its gradient is sent back.
-        return tuple(_own(item, received) for item in sent if isinstance(item, Tensor))
+        # What is handed on unchanged is a tensor of its own: its gradient is sent back. No gradient comes back for what
+        # only chooses indices.
+        tensors = (_own(item, received) for item in sent if isinstance(item, Tensor))
+        pairs = zip(tensors, self._sent, strict=True)
+        return tuple(item if meta.requires_grad else item.detach() for item, meta in pairs)
 
 
 def _own(tensor: Tensor, given: Sequence[Tensor]) -> Tensor:
