@@ -15,6 +15,9 @@ from passes.rules import written_rule
 
 _DEEPEST = 4
 
+# Operators whose decomposition in torch differs from them: that of this one adds terms for every -1 after the labels.
+_DIFFERENT = frozenset({"multilabel_margin_loss", "multilabel_margin_loss_forward"})
+
 
 def decomposed(program: Program) -> Program:
     """Decompose ops without a sharding rule, where all resulting ops have one; others stay whole.
@@ -49,7 +52,7 @@ def _under(argument: Argument, names: Mapping[str, Argument]) -> Argument:
 
 def _parts(op: Op, types: Mapping[str, TensorType]) -> Program | None:
     """The decomposition of `op`, as a program whose inputs are the operands; None if an op in it has no rule."""
-    if torch.Tag.nondeterministic_seeded in op.overload.tags or op.kind == "autograd_function":
+    if torch.Tag.nondeterministic_seeded in op.overload.tags or op.kind in {"autograd_function", *_DIFFERENT}:
         # The operators of an autograd function have another backward.
         return None
     whole = _program(op, types)
@@ -121,8 +124,10 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
             return ops, [cast(Argument, known[item]) for item in returned if isinstance(item, torch.fx.Node)], found
         elif node.op != "call_function":
             return None
-        elif isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
-            # torch often hides from autograd that an operator works in place inside.
+        elif isinstance(node.target, OpOverload) and (
+            schema_of(node.target).is_mutable or not schema_of(node.target).returns
+        ):
+            # torch often hides from autograd that an operator works in place inside. One without results is a check.
             return None
         elif not isinstance(node.target, OpOverload):
             sequence, index = node.args

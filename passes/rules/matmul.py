@@ -69,29 +69,6 @@ def matmul(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     )
 
 
-@rule_for("linalg_solve_triangular")
-def triangular(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """batch rows columns, batch rows out -> batch rows out, batch dims broadcast; the matrix, and what it is solved
-    for, stay whole."""
-    left, right = (types[name].shape for name in op.operands)
-    result = types[op.results[0]].shape
-    batch, at_left = result[:-2], bool(op.arguments["left"])
-    rows, out = one("rows", left[-1]), one("out", right[-1 if at_left else -2])
-    solved: Dims = (rows, out) if at_left else (out, rows)
-    matrix: Dims = (*broadcast(left[:-2], batch), rows, one("columns", left[-1]))
-    operands: tuple[Dims, ...] = (matrix, (*broadcast(right[:-2], batch), *solved))
-    made: Dims = (*named(batch), *solved)
-    return Rule(
-        factors(*operands, made, roles={"rows": Role.WHOLE, "columns": Role.WHOLE}),
-        operands,
-        (made,),
-        linear=(frozenset({1}),),
-        multiplications=float(prod(result) * left[-1]),
-        backward=(2.0, 1.0),
-        saved=(Saved(0), Saved(0, result=True, needed_by=(0,))),
-    )
-
-
 @rule_for("einsum")
 def einsum(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """The factors are the placements of the equation; what the result lacks is summed over."""

@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from passes.rules.linalg import MATRIX_FUNCTIONS
 from tests.passes.rules.samples import Sample
 
 
@@ -43,6 +44,16 @@ def _all_padded(sample: Sample) -> bool:
     assert isinstance(pad, list)
     padded = {tensor.dim() - 1 - place // 2 for place, amount in enumerate(pad) if amount}
     return all(size == 1 or dim in padded for dim, size in enumerate(tensor.shape))
+
+
+def _one_matrix(sample: Sample) -> bool:
+    """Whether the first operand is a single matrix."""
+    return prod(sample.tensors[0].shape[:-2]) == 1
+
+
+def _one_system(sample: Sample) -> bool:
+    """Whether a single matrix is solved for a single vector."""
+    return _one_matrix(sample) and sample.tensors[1].numel() == sample.tensors[0].shape[-1]
 
 
 def _nothing_left(sample: Sample) -> bool:
@@ -99,6 +110,9 @@ _WHOLE = (
 )
 # fmt: on
 
+# Those that the database has forms of.
+_OF_MATRICES = tuple(set(MATRIX_FUNCTIONS) - {"det", "inverse", "linalg_matrix_exp", "slogdet"})
+
 REFUSED = (
     Refused(_WHOLE, _one_number, "all dims are reduced, and a reduced dim stays whole"),
     Refused(("argsort", "mode", "msort", "sort"), _one_row, "the only dim is sorted, and stays whole"),
@@ -117,6 +131,8 @@ REFUSED = (
     Refused(("scatter_add",), _partial_flags, "the same; and a sum of flags is no flag"),
     Refused(("nll_loss_nd",), _few_dims(1), "there is one sample"),
     Refused(("scaled_dot_product_attention",), _few_dims(3), "a query without heads for keys with heads"),
-    Refused(("linalg_solve_triangular",), _one_column, "a system is solved for whole columns"),
+    Refused(_OF_MATRICES, _one_matrix, "a matrix stays whole"),
+    Refused(("linalg_solve",), _one_system, "a matrix stays whole, and so does the vector that it is solved for"),
+    Refused(("linalg_solve", "linalg_solve_triangular"), _one_column, "a system is solved for whole columns"),
     Refused(_WINDOWED, _one_channel, "windows that parts do not divide into, of one sample and one channel"),
 )

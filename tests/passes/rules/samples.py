@@ -14,6 +14,7 @@ import transformers.integrations.moe  # noqa: F401  (registers an operator)
 from torch import Tensor
 
 from autopar.discover.calls import Call
+from passes.rules.linalg import MATRIX_FUNCTIONS
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def _samples(make: Maker) -> Iterator[Sample]:
     yield from _pointwise(make, call)
     yield from _reductions(make, call)
     yield from _products(make, call)
+    yield from _matrices(make, call)
     yield from _views(make, call)
     yield from _losses_and_norms(make, call)
     yield from _attention(make, call)
@@ -143,6 +145,18 @@ def _products(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("transformers.grouped_mm_fallback.default", rows, experts, ends)
     product = "transformers.grouped_mm_fallback.default"
     yield call("autopar.routed_mm.default", rows, experts, make.integers(12, high=4), product=product)
+
+
+def _matrices(make: Maker, call: Make) -> Iterator[Sample]:
+    several = make.normal(4, 6, 8, 8)
+    positive = several @ several.mT + 8.0 * torch.eye(8, dtype=several.dtype)
+    for kind in MATRIX_FUNCTIONS:
+        rcond = [1e-15] if kind == "linalg_pinv" else []
+        yield call(f"aten.{kind}.default", positive, *rcond)
+    for kind in ("linalg_qr", "linalg_svd"):
+        yield call(f"aten.{kind}.default", make.normal(4, 6, 8, 3))
+    yield call("aten.linalg_solve.default", positive, make.normal(6, 8, 12))
+    yield call("aten.linalg_solve.default", positive[:, :1], make.normal(6, 12, 8), left=False)
     # On its diagonal are ones, whatever is there.
     system = make.normal(4, 6, 8, 8)
     yield call(
