@@ -126,6 +126,11 @@ def eager() -> Iterator[None]:
         compiler._is_compiling_flag, compiler._is_exporting_flag = before
 
 
+def is_composite(overload: OpOverload) -> bool:
+    """Whether an operator runs others, through which autograd flows, and has no derivative of its own."""
+    return overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
 def schema_of(overload: OpOverload) -> torch._C.FunctionSchema:
     """The schema of an operator: names and types of arguments, results, aliases.
 

@@ -6,10 +6,12 @@ from typing import cast
 
 import torch
 
-from passes._torch import FakeTensorMode, OpOverload, decomposition_table, make_fx, pytree, schema_of
+from passes._torch import FakeTensorMode, OpOverload, decomposition_table, is_composite, make_fx, pytree, schema_of
 from passes.ir.arguments import Argument, Ref, bound_arguments, rename
+from passes.ir.errors import CaptureError
 from passes.ir.program import Input, Op, Program, TensorType
 from passes.normalize.forms import canonical
+from passes.normalize.in_place import functional
 from passes.normalize.rewriter import Rewriter, concrete
 from passes.rules import written_rule
 
@@ -70,7 +72,10 @@ def _parts(op: Op, types: Mapping[str, TensorType]) -> Program | None:
             rewriter.ops += inner
             rewriter.types.update(types_inside)
             rewriter.replaced.update(zip(current.results, results, strict=True))
-        whole = canonical(rewriter.finish())
+        try:
+            whole = canonical(functional(rewriter.finish()))
+        except CaptureError:
+            return None
         if all(written_rule(part, whole.types) is not None or not part.operands for part in whole.ops):
             return whole
     return None
@@ -125,9 +130,10 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
         elif node.op != "call_function":
             return None
         elif isinstance(node.target, OpOverload) and (
-            schema_of(node.target).is_mutable or not schema_of(node.target).returns
+            (schema_of(node.target).is_mutable and not is_composite(op.overload)) or not schema_of(node.target).returns
         ):
-            # torch often hides from autograd that an operator works in place inside. One without results is a check.
+            # torch often hides from autograd that an operator works in place inside, but for those that are made of
+            # others. One without results is a check.
             return None
         elif not isinstance(node.target, OpOverload):
             sequence, index = node.args

@@ -120,7 +120,7 @@ def _inputs(entry: Any) -> Iterator[Any]:
             torch.manual_seed(0)
             found = entry.sample_inputs_func(entry, "cpu", dtype, gradients)
             most = 4 if torch.float64 in known and dtype != torch.float64 else None
-            yield from spread_over(found, lambda item: _features((item.input, item.args, item.kwargs)), most)
+            yield from spread_over(found, lambda item: features((item.input, item.args, item.kwargs)), most)
 
 
 Item = TypeVar("Item")
@@ -141,7 +141,7 @@ def spread_over(items: Iterable[Item], features: Callable[[Item], Iterable[Hasha
     return chosen
 
 
-def _features(arguments: object) -> Iterator[Hashable]:
+def features(arguments: object) -> Iterator[Hashable]:
     """The features of a call: each of its arguments, with its position."""
     for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
         tensor = (tuple(min(size, 2) for size in leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else ()
@@ -155,7 +155,7 @@ def calls(kind: str, traces: int | None) -> tuple[Sample, ...]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pairs = {
-            (entry.formatted_name, *_features((item.input, item.args, item.kwargs))): (entry, item)
+            (entry.formatted_name, *features((item.input, item.args, item.kwargs))): (entry, item)
             for entry in entries(kind)
             for item in _inputs(entry)
         }

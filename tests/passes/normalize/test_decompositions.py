@@ -1,0 +1,61 @@
+"""Ops without a rule become ops with one, or stay whole."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from passes.ir.program import Program
+from passes.rules import written_rule
+from tests.passes.helpers import Apply, normalized
+from tests.passes.normalize.running import run
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+SIGNS = torch.where(torch.arange(6) % 2 == 0, 1.0, -1.0).double()
+
+
+def _equal(program: Program, function: Callable[..., Tensor], **given: Tensor) -> bool:
+    """Whether a program computes the function and the gradient of its first input."""
+    first, *others = given
+    results = []
+    for call in (function, lambda **tensors: run(program, tensors)[0][program.output_names[0]]):
+        leaf = given[first].clone().requires_grad_()
+        value = call(**{first: leaf, **{name: given[name] for name in others}})
+        assert isinstance(value, Tensor)
+        results.append((value, *torch.autograd.grad(value, leaf)))
+    return all(torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14) for ours, theirs in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: F.hinge_embedding_loss(x, torch.where(y > 0, 1.0, -1.0).double()),
+        lambda x, y: F.cosine_embedding_loss(x, y, SIGNS, margin=0.1),
+        lambda x, y: F.margin_ranking_loss(x, y, torch.where(x > y, 1.0, -1.0).double(), margin=0.2),
+        lambda x, y: F.poisson_nll_loss(x, (4 * y.abs()).round(), full=True),
+    ],
+    ids=["hinge embedding", "cosine embedding", "margin ranking", "full poisson"],
+)
+def test_ops_that_work_in_place_inside(function: Callable[..., Tensor]) -> None:
+    """Those that are made of others come apart, as autograd sees them: nothing of them stays whole."""
+    program = normalized(Apply(function), x=X.clone().requires_grad_(), y=Y)
+    assert all(written_rule(op, program.types) is not None for op in program.ops if op.operands)
+    assert _equal(program, function, x=X, y=Y)
+
+
+def test_ops_whose_decomposition_differs_stay() -> None:
+    """torch's decomposition of multi-label margins adds terms for places after the last label."""
+    labels = torch.tensor([[row % 8, (row + 3) % 8, *[-1] * 6] for row in range(6)])
+    program = normalized(Apply(F.multilabel_margin_loss), input=X.clone().requires_grad_(), target=labels)
+    assert [op.kind for op in program.ops] == ["multilabel_margin_loss"]
+    assert _equal(program, F.multilabel_margin_loss, input=X, target=labels)
+
+
+def test_ops_with_checks_stay() -> None:
+    """That a matrix has an inverse is checked by an operator without results, which no program has."""
+    matrices = X.reshape(6, 8)[:, :4].reshape(6, 2, 2) + 3 * torch.eye(2, dtype=torch.float64)
+    program = normalized(Apply(lambda x: torch.linalg.lu_factor(x)[0].sum()), x=matrices.clone().requires_grad_())
+    assert [op.kind for op in program.ops] == ["linalg_lu_factor", "sum"]
