@@ -421,14 +421,20 @@ def _gradient_errors(distributed: nn.Module, model: nn.Module, in_stages: bool) 
     elif set(own) != set(expected):
         yield "parameter names", float("inf")
         return
-    grads = [item.grad for item in model.parameters() if item.grad is not None and item.grad.numel()]
+    found = (item.grad for item in model.parameters())
+    grads = [_dense(grad) for grad in found if grad is not None and grad.numel()]
     largest = max((grad.abs().max().item() for grad in grads), default=0.0)
     for name, parameter in expected.items():
         mine, other = own[name].grad, parameter.grad
         if mine is None or other is None:
             yield f"gradient of {name}", 0.0 if mine is other or not parameter.numel() else float("inf")
         else:
-            yield f"gradient of {name}", _error(_whole(mine), other, _FLOOR.get(other.dtype, 1e-3) * largest)
+            yield f"gradient of {name}", _error(_whole(mine), _dense(other), _FLOOR.get(other.dtype, 1e-3) * largest)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """A gradient of a table with `sparse=True` too: those of a distributed module are dense."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _error(got: Tensor, expected: Tensor, floor: float) -> float:

@@ -17,8 +17,9 @@ from passes.rules import written_rule
 
 _DEEPEST = 4
 
-# Operators whose decomposition in torch differs from them: that of this one adds terms for every -1 after the labels.
-_DIFFERENT = frozenset({"multilabel_margin_loss", "multilabel_margin_loss_forward"})
+# Operators whose decomposition in torch differs from them: that of margins adds terms for each -1 after the labels, and
+# that of embeddings does not scale gradients by the frequency of ids.
+_DIFFERENT = frozenset({"embedding", "multilabel_margin_loss", "multilabel_margin_loss_forward"})
 
 
 def decomposed(program: Program) -> Program:

@@ -4,6 +4,7 @@ A mean of a loss is a sum by a count, exact however the batch is spread; element
 Their `reduction` is 0 for none, 1 for mean, 2 for sum. Masks of attention become `is_causal`, windows, rows and
 documents."""
 
+from dataclasses import replace
 from math import prod
 from typing import cast
 
@@ -77,6 +78,9 @@ def canonical(program: Program) -> Program:
     flowing = differentiable(program)
     for original in program.ops:
         op = rewriter.current(original)
+        if op.arguments.get("sparse"):
+            # Gradients of tables are dense; their values are those of sparse ones.
+            op = replace(op, arguments={**op.arguments, "sparse": False})
         if op.kind == "detach" and not any(name in flowing for name in original.operands):
             rewriter.replaced[op.results[0]] = op.arguments["self"]
             continue

@@ -20,7 +20,7 @@ from tests.passes.rules.database import UNSAFE, features, spread_over
 from tests.passes.rules.normal import traced
 
 # Calls of each entry that are compared, and entries that one test compares.
-_CALLS, _ENTRIES = 10, 25
+_CALLS, _ENTRIES = 80, 25
 _TOLERANCE = 1e-9
 # Operators that have no gradients in torch, or other results that have none, and get some from what they are made of.
 _MORE_GRADIENTS = ("logspace", "native_batch_norm", "_native_batch_norm_legit", "native_layer_norm")

@@ -59,3 +59,23 @@ def test_ops_with_checks_stay() -> None:
     matrices = X.reshape(6, 8)[:, :4].reshape(6, 2, 2) + 3 * torch.eye(2, dtype=torch.float64)
     program = normalized(Apply(lambda x: torch.linalg.lu_factor(x)[0].sum()), x=matrices.clone().requires_grad_())
     assert [op.kind for op in program.ops] == ["linalg_lu_factor", "sum"]
+
+
+def test_gradients_are_scaled_by_the_frequency_of_ids() -> None:
+    """torch's decomposition of embeddings has no frequencies, so that they stay, and are not split."""
+    ids = torch.tensor([[1, 1, 2], [1, 0, 2]])
+    program = normalized(
+        Apply(lambda x: F.embedding(ids, x, scale_grad_by_freq=True).square().sum()), x=X.clone().requires_grad_()
+    )
+    (op,) = (op for op in program.ops if op.kind == "embedding")
+    assert written_rule(op, program.types) is None
+    assert _equal(program, lambda x: F.embedding(ids, x, scale_grad_by_freq=True).square().sum(), x=X)
+
+
+def test_gradients_of_tables_are_dense() -> None:
+    """So that they are split and reduced like all others."""
+    ids = torch.tensor([[1, 1, 2], [1, 0, 2]])
+    program = normalized(Apply(lambda x: F.embedding(ids, x, sparse=True).square().sum()), x=X.clone().requires_grad_())
+    (op,) = (op for op in program.ops if op.kind == "embedding")
+    assert op.arguments["sparse"] is False
+    assert written_rule(op, program.types) is not None
