@@ -17,6 +17,7 @@ from autopar.models.fingerprint import structure_fingerprint
 from autopar.models.hooks import refuse_gradient_hooks
 from autopar.models.huggingface import completed, is_huggingface, made_inputs, settings
 from autopar.models.losses import joined_loss
+from autopar.models.plain import refuse_unplain
 from autopar.options import Precision
 from autopar.request import Request
 from autopar.runtime import named_arguments
@@ -61,8 +62,9 @@ def read_model(model: nn.Module, example_inputs: ExampleInputs | None, request: 
 
     Raises InputError for inputs that it does not take or that are missing, MicroBatchError for a batch that cannot be
     cut as requested, PlanMismatchError for another loss than that of a plan to replay, and UnsupportedError for hooks
-    on gradients.
+    on gradients and for models that are parallel already.
     """
+    refuse_unplain(model)
     if request.objective == "train":
         refuse_gradient_hooks(model)
     joined, plan = joined_loss(model), request.plan
