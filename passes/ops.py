@@ -19,7 +19,7 @@ Scores of hidden keys are the least number, so that a query without any keys att
 with `scale`, soft-capped, and cast to `dtype` before. Generated code calls a function of the runtime that makes logits
 of some tokens at a time.
 
-`autopar::delta_scan` is in `passes/scans.py`.
+`autopar::delta_scan` is in `passes/scans.py`, `autopar::ctc_loss` in `passes/ctc.py`.
 
 `autopar::padded_conv1d` is a convolution of stride 1 with as many zeros before and after as its padding says of each,
 and a result as long as its operand.

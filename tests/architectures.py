@@ -983,14 +983,7 @@ def _extra() -> Iterator[Architecture]:
     yield _stock("videomae", "VideoMAEForVideoClassification", video, num_frames=4)
     yield _stock("timesformer", "TimesformerForVideoClassification", video, num_frames=4)
     yield _stock("vivit", "VivitForVideoClassification", video, num_frames=4, tubelet_size=[2, 4, 4])
-    # Texts are cut to their lengths for the loss. Without labels it can be traced.
-    yield _stock(
-        "wav2vec2-ctc",
-        "Wav2Vec2ForCTC",
-        speech,
-        refused=dict.fromkeys(("train", "infer"), "a size depends on the values of a tensor"),
-        **_CONVOLVED,
-    )
+    yield _stock("wav2vec2-ctc", "Wav2Vec2ForCTC", speech, **_CONVOLVED)
     for name, stock in {
         "hubert": "Hubert",
         "wavlm": "WavLM",

@@ -4,15 +4,17 @@ Properties and inputs are read and checked once. Programs are traced for the obj
 of many sizes.
 """
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from autopar.models import huggingface
+from autopar.models.ctc import with_padded_labels
 from autopar.models.fingerprint import structure_fingerprint
 from autopar.models.hooks import refuse_gradient_hooks
 from autopar.models.huggingface import completed, is_huggingface, made_inputs, settings
@@ -177,8 +179,15 @@ class CapturedModel:
 
 def tracing(model: nn.Module, info: ModelInfo, request: Request, mode: str, device: torch.device = CPU) -> Tracing:
     """The settings for tracing `model` in the `mode` of an objective; a model on meta is traced as if on `device`."""
-    context = huggingface.tracing(model, info.inputs)
+    context = _replacements(model, info.inputs)
     return Tracing(mode == "train", request.objective == "train", context, request.precision.compute, device)
+
+
+@contextlib.contextmanager
+def _replacements(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Enter around a trace: what it would not follow is written so that it does."""
+    with with_padded_labels(), huggingface.tracing(model, inputs):
+        yield
 
 
 def traced(model: nn.Module, info: ModelInfo, request: Request, mode: str, clock: Clock) -> Program:

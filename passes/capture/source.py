@@ -15,7 +15,7 @@ import sysconfig
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -254,13 +254,29 @@ def _function_of_class(method: object) -> object:
 
 
 class _Proxy:
-    """An object whose attributes are those of the value in the thread that asks."""
+    """An object whose attributes and items are those of the value in the thread that asks."""
 
     def __init__(self, attribute: _Attribute) -> None:
         self.__attribute = attribute
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.__attribute.current(), name)
+
+    def __getitem__(self, key: object) -> object:
+        return self._items[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._items
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def _items(self) -> Mapping[object, object]:
+        return cast(Mapping[object, object], self.__attribute.current())
 
 
 # Attributes that are replaced at the moment belong to the process, as their owners do.
@@ -273,8 +289,9 @@ def replaced(owner: object, name: str, replacement: object) -> Iterator[object]:
     """Let `owner.name` be `replacement` in this thread.
 
     `owner` is a module or a class. Of a function or method the replacement is one, of a class method a function that
-    takes the class first; of any other object it is an object, which is asked for attributes alone. Replacements may
-    nest, and threads may enter and leave in any order. Yields the value before, of a class method its function.
+    takes the class first; of any other object it is an object, which is asked for attributes and items alone.
+    Replacements may nest, and threads may enter and leave in any order. Yields the value before, of a class method its
+    function.
     """
     with _lock:
         attribute = _replaced.get((id(owner), name))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from passes.ctc import CTC_LOSS
 from passes.ir.linear_loss import AT_ONCE, SPLIT, SPLIT_AT_ONCE
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Dims, Method, Role, Rule, Saved, parts_of
@@ -50,6 +51,31 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     )
 
 
+@rule_for("ctc_loss")
+def ctc(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """steps samples classes, samples labels, samples, samples -> samples, for `autopar::ctc_loss`."""
+    if op.target != CTC_LOSS:
+        return None
+    steps, samples, classes = types[op.operands[0]].shape
+    labels = types[op.operands[1]].shape[1]
+    each = one("samples", samples)
+    operands: tuple[Dims, ...] = (
+        (one("steps", steps), each, one("classes", classes)),
+        (each, one("labels", labels)),
+        (each,),
+        (each,),
+    )
+    # Each label is blank or not, with three ways to get there; the backward pass goes forward first.
+    return Rule(
+        factors(*operands, roles=dict.fromkeys(("steps", "classes", "labels"), Role.WHOLE)),
+        operands,
+        ((each,),),
+        multiplications=2.0 * 3 * steps * samples * (2 * labels + 1),
+        backward=(3.0, 0.0, 0.0, 0.0),
+        saved=tuple(Saved(slot) for slot in range(len(operands))),
+    )
+
+
 @rule_for("linear_cross_entropy")
 def linear_cross_entropy(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     """tokens width, classes width, tokens, classes -> a sum over tokens.
@@ -77,25 +103,3 @@ def linear_cross_entropy(op: Op, types: Mapping[str, TensorType]) -> Rule | None
 
 def _names(*tensors: Dims) -> set[str]:
     return {part.factor for part in parts_of(*tensors)}
-
-
-@rule_for("ctc_loss")
-def ctc_loss(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """steps batch classes, batch labels, batch, batch -> a sum over the batch, or one loss for each sample."""
-    if len(op.operands) != 4 or op.arguments["reduction"] not in (_NONE, _SUM):
-        return None
-    scores, targets = (types[name].shape for name in op.operands[:2])
-    if len(scores) != 3 or len(targets) != 2:
-        return None
-    batch = one("batch", scores[1])
-    operands: tuple[Dims, ...] = (
-        (one("steps", scores[0]), batch, one("classes", scores[2])),
-        (batch, one("labels", targets[1])),
-        (batch,),
-        (batch,),
-    )
-    summed = op.arguments["reduction"] == _SUM
-    roles = dict.fromkeys(("steps", "classes", "labels"), Role.WHOLE)
-    roles["batch"] = Role.SUM if summed else Role.FREE
-    saved = (Saved(0), Saved(0, copy=True), Saved(1))
-    return Rule(factors(*operands, roles=roles), operands, ((() if summed else (batch,)),), saved=saved)

@@ -208,10 +208,10 @@ def _losses_and_norms(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("autopar.linear_cross_entropy.default", states, head, many.clamp_min(0), make.normal(12), **options)
     for reduction in (0, 2):
         yield call("aten.nll_loss.default", make.normal(12, 24), labels, None, reduction)
-        lengths = make.integers(12, high=6) + 1
-        scores = make.normal(13, 12, 6).log_softmax(-1)
-        steps = torch.full((12,), 13)
-        yield call("aten.ctc_loss.Tensor", scores, make.integers(12, 6, high=5) + 1, steps, lengths, 0, reduction)
+    lengths, scores = make.integers(12, high=6) + 1, make.normal(13, 12, 6).log_softmax(-1)
+    yield call(
+        "autopar.ctc_loss.default", scores, make.integers(12, 6, high=5) + 1, torch.full((12,), 13), lengths, 0, False
+    )
     statistics = make.normal(24), make.positive(24)
     weights = make.normal(24), make.normal(24)
     target = "aten._native_batch_norm_legit_functional.default"
