@@ -828,6 +828,57 @@ _LINEAR = {
 _STAGES = {"hidden_sizes": [8, 16, 32, 32], "depths": [1, 1, 1, 1], "image_size": 32}
 
 
+_KIMI = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+}
+
+
+def _recent() -> Iterator[Architecture]:
+    """Text models that older versions of transformers lack."""
+    latent = {**_LATENT, "num_key_value_heads": 2}
+    few = {name: size for name, size in _LATENT.items() if name.endswith(("_rank", "_dim", "_heads"))}
+    models: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+        "bitnet": ("BitNetForCausalLM", {}),
+        "vaultgemma": ("VaultGemmaForCausalLM", {}),
+        "ministral3": ("Ministral3ForCausalLM", {}),
+        "modernbert-decoder": ("ModernBertDecoderForCausalLM", {"num_hidden_layers": 4, "local_attention": 8}),
+        "doge": ("DogeForCausalLM", {}),
+        "cwm": ("CwmForCausalLM", {}),
+        "youtu": ("YoutuForCausalLM", few),
+        "jais2": ("Jais2ForCausalLM", {}),
+        "hyperclovax": ("HyperCLOVAXForCausalLM", {}),
+    }
+    mixtures: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+        "dots1": ("Dots1ForCausalLM", {**latent, "n_shared_experts": 1}),
+        "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", _LATENT),
+        "deepseek_v32": (
+            "DeepseekV32ForCausalLM",
+            {**_LATENT, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 4, "unused": ("*.indexer.*",)},
+        ),
+        "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {}),
+        "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", {"unused": ("*.e_score_correction_bias",)}),
+        "flex_olmo": ("FlexOlmoForCausalLM", {}),
+        "minimax": ("MiniMaxForCausalLM", {"block_size": 8}),
+        "minimax_m2": ("MiniMaxM2ForCausalLM", {}),
+        "mimo_v2_flash": ("MiMoV2FlashForCausalLM", {}),
+        "exaone_moe": ("ExaoneMoeForCausalLM", {}),
+        "kimi_linear": ("KimiLinearForCausalLM", {**_LATENT, **_KIMI}),
+        "granitemoeshared": ("GraniteMoeSharedForCausalLM", {}),
+        "lfm2_moe": ("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"]}),
+        "solar_open": ("SolarOpenForCausalLM", latent),
+        "cohere2_moe": ("Cohere2MoeForCausalLM", {}),
+    }
+    for name, (stock, own) in models.items():
+        if hasattr(transformers, stock):
+            yield _stock(name, stock, text, **own)
+    for name, (stock, own) in mixtures.items():
+        if hasattr(transformers, stock):
+            yield from _mixture(name, stock, text, **own)
+
+
 def _extra() -> Iterator[Architecture]:
     """Other architectures, as different as possible."""
     decoders: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -911,6 +962,7 @@ def _extra() -> Iterator[Architecture]:
     )
     yield from _mixture("glm4_moe", "Glm4MoeForCausalLM", text, **{**_LATENT, "num_key_value_heads": 2})
     yield from _mixture("qwen3_next", "Qwen3NextForCausalLM", text, unrolled=True, **_LINEAR)
+    yield from _recent()
     vision: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "beit": ("BeitForImageClassification", {"use_relative_position_bias": True}),
         "dinov2": ("Dinov2ForImageClassification", {"unused": ("*.mask_token",)}),
