@@ -13,7 +13,7 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec
 
 from passes import ops
-from passes._torch import HigherOrderOperator, OpOverload, ShapeEnv, pytree, schema_of, storage_id
+from passes._torch import HigherOrderOperator, OpOverload, ShapeEnv, operator_name, pytree, schema_of, storage_id
 from passes.capture.exporting import Exported, refusal
 from passes.capture.functions import properties_of
 from passes.capture.source import line_of_node, lines_of_node
@@ -21,7 +21,8 @@ from passes.ir.arguments import Argument, Ref, bound_arguments, freeze, referenc
 from passes.ir.errors import CaptureError
 from passes.ir.grouping import grouped
 from passes.ir.leaves import Inputs, given_name, input_leaves
-from passes.ir.program import Buffer, Input, Op, Parameter, Program, StateChange, TensorType, has_gradient
+from passes.ir.log import logger
+from passes.ir.program import REPEATABLE, Buffer, Input, Op, Parameter, Program, StateChange, TensorType, has_gradient
 from passes.ir.sizes import as_number
 
 _SymbolicNumber = torch.SymInt | torch.SymFloat | torch.SymBool
@@ -146,8 +147,9 @@ class GraphWriter:
         if target == ops.TRACED:
             target = _known_function(node, arguments)
         changed = self.changed(target, arguments)
-        if changed is not None:
-            return self.change(changed, target, arguments, node)
+        noted = None if changed is None else self.change(changed, target, arguments, node)
+        if noted is not None:
+            return noted
         value = node.meta.get("val")
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         results = []
@@ -182,11 +184,20 @@ class GraphWriter:
         return None
 
     def change(self, name: str, target: OpOverload, arguments: Mapping[str, Argument], node: torch.fx.Node) -> object:
-        """Note a change of a parameter that can be made to each of its parts, before anything is computed.
+        """Note a change of a parameter that can be made to each of its parts, before anything is computed, and return
+        it; None for a change of an input, which is an op like others, if it would be the same the next time.
 
         Raises CaptureError for any other change of what was given to the model.
         """
         if name in self.inputs:
+            if operator_name(target) in REPEATABLE:
+                logger.warning(
+                    "%s changes its input %r in place at %s: a distributed module leaves the caller's tensor as it is",
+                    type(self.module).__name__,
+                    name,
+                    line_of_node(node),
+                )
+                return None
             raise self.refusal(node, f"it changes the input {name!r} in place (work on a copy of it)")
         (_, first), *others = arguments.items()
         assert isinstance(first, Ref)

@@ -252,6 +252,10 @@ def differentiable(program: Program) -> set[str]:
     return flowing
 
 
+# In-place operators that change nothing the second time: whether an input was changed before makes no difference.
+REPEATABLE = frozenset({"clamp_", "clamp_min_", "clamp_max_", "relu_"})
+
+
 def draws(op: Op) -> bool:
     """Whether an op draws random numbers."""
     if any(op.arguments.get(name, 1.0) == 0.0 for name in ("p", "dropout", "dropout_p")):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from passes._torch import schema_of
 from passes.ir.arguments import Argument, Ref, find_overload, integer, references
 from passes.ir.errors import CaptureError
-from passes.ir.program import Op, Program, TensorType, Update
+from passes.ir.program import REPEATABLE, Op, Program, TensorType, Update
 from passes.normalize.rewriter import Rewriter
 from passes.rules.parts import dim_argument, dims_argument
 
@@ -22,7 +22,8 @@ _OTHER_NAMES = {"normal_": "normal_functional", "__iand__": "__and__", "__ior__"
 def functional(program: Program) -> Program:
     """Replace every in-place op by one that gives a new tensor.
 
-    Raises CaptureError for a change of an input or a parameter, and for one that cannot be followed to all views.
+    Raises CaptureError for a change of an input that would not be the same the next time, of a parameter, and for one
+    that cannot be followed to all views.
     """
     return _Functional(program).run()
 
@@ -91,7 +92,8 @@ class _Functional:
         root = self.root(target)
         if root in self.given:
             kind = self.given[root]
-            raise CaptureError(f"{op.kind} at {op.line} changes the {kind} {root!r} in place: work on a copy of it")
+            if kind == "parameter" or op.kind not in REPEATABLE:
+                raise CaptureError(f"{op.kind} at {op.line} changes the {kind} {root!r} in place: work on a copy of it")
         # The op's result is the target itself, under one more name.
         self.same.update(dict.fromkeys(original.results, target))
         value = _out_of_place(self.rewriter, op)

@@ -127,6 +127,25 @@ def test_changes_of_inputs_and_parameters_are_refused() -> None:
         normalized(Model(), x=X)
 
 
+def test_bounds_of_inputs_are_new_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    """A change that would be the same the next time is followed, of a view of the input too; what is read later has it,
+    and a warning says that the caller's tensor stays as it is."""
+
+    def function(x: Tensor) -> Tensor:
+        flat = x.view(24)
+        flat.clamp_(0, 1)
+        return x + x.clamp_(max=0.5)
+
+    program = normalized(Apply(function), x=X.clone())
+    outputs, _ = run(program, {"x": X.clone()})
+    (found,) = outputs.values()
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, function(X.clone()))
+    warned = [record.message for record in caplog.records if "changes its input 'x' in place" in record.message]
+    assert len(warned) == 2
+    assert "leaves the caller's tensor as it is" in warned[0]
+
+
 def test_batch_norm_updates() -> None:
     """Training: batch statistics as results, running ones as updates of their buffers. Evaluation: as it is."""
     program = normalized(nn.BatchNorm1d(6), input=X)
