@@ -49,6 +49,8 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 # decomposition_table: operators written with others. `torch.export.default_decompositions` lacks those that ATen keeps.
 __all__ = [
     "AUTOGRAD_FUNCTION_APPLY",
+    "CTC_LOSS",
+    "CTC_LOSS_BACKWARD",
     "EFFICIENT_ATTENTION",
     "FLASH_ATTENTION",
     "NUMBER_OF_TENSOR",
@@ -98,6 +100,10 @@ AUTOGRAD_FUNCTION_APPLY: HigherOrderOperator = torch._functorch.autograd_functio
 # its tensors are on.
 FLASH_ATTENTION: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention.default
 EFFICIENT_ATTENTION: OpOverload = torch.ops.aten._scaled_dot_product_efficient_attention.default
+
+# The loss of connectionist temporal classification, with what its gradient needs. `ctc_loss` keeps that to itself.
+CTC_LOSS: OpOverload = torch.ops.aten._ctc_loss.Tensor
+CTC_LOSS_BACKWARD: OpOverload = torch.ops.aten._ctc_loss_backward.Tensor
 
 # The loggers that say at length why a trace fails, before they raise the same.
 TRACE_LOGGERS = ("torch._subclasses.fake_tensor", "torch.export._trace", "torch.fx.experimental.symbolic_shapes")

@@ -7,7 +7,7 @@ keeps the log-probabilities alone; the backward pass computes the rest again.
 import torch
 from torch import Tensor
 
-CTC_LOSS = "autopar.ctc_loss.default"
+from passes._torch import CTC_LOSS, CTC_LOSS_BACKWARD
 
 
 @torch.library.custom_op("autopar::ctc_loss", mutates_args=())
@@ -25,7 +25,7 @@ def ctc_loss(
     lengths: [samples].
     """
     losses: Tensor
-    losses, _ = torch.ops.aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    losses, _ = CTC_LOSS(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     return losses.masked_fill_(losses == torch.inf, 0.0) if zero_infinity else losses
 
 
@@ -53,10 +53,8 @@ def ctc_loss_backward(
 ) -> Tensor:
     """The gradient of the log-probabilities, from that of the losses."""
     given = log_probs, targets, input_lengths, target_lengths
-    losses, alpha = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)
-    found: Tensor = torch.ops.aten._ctc_loss_backward.Tensor(
-        gradient.contiguous(), *given, losses, alpha, blank, zero_infinity
-    )
+    losses, alpha = CTC_LOSS(*given, blank, zero_infinity)
+    found: Tensor = CTC_LOSS_BACKWARD(gradient.contiguous(), *given, losses, alpha, blank, zero_infinity)
     return found
 
 

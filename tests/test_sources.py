@@ -15,6 +15,7 @@ SEARCHED = {"micro_batches", "constrain", "regions", "strategies", "solve", "low
 ARROWS: dict[str, set[str]] = {
     "ir": set(),
     "scans": set(),
+    "ctc": set(),
     "ops": {"ir", "scans"},
     "rules": {"ir"},
     "cost": {"ir", "rules"},

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from passes.ctc import CTC_LOSS
 from passes.ir.linear_loss import AT_ONCE, SPLIT, SPLIT_AT_ONCE
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Dims, Method, Role, Rule, Saved, parts_of
@@ -53,8 +52,9 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
 
 @rule_for("ctc_loss")
 def ctc(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
-    """steps samples classes, samples labels, samples, samples -> samples, for `autopar::ctc_loss`."""
-    if op.target != CTC_LOSS:
+    """steps samples classes, samples labels, samples, samples -> samples, for `autopar::ctc_loss` (torch's own reduces
+    what it computes, and takes labels that are not by sample)."""
+    if "reduction" in op.arguments:
         return None
     steps, samples, classes = types[op.operands[0]].shape
     labels = types[op.operands[1]].shape[1]

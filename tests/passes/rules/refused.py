@@ -111,7 +111,7 @@ _WHOLE = (
 # fmt: on
 
 # Those that the database has forms of.
-_OF_MATRICES = tuple(set(MATRIX_FUNCTIONS) - {"det", "inverse", "linalg_matrix_exp", "slogdet"})
+_OF_MATRICES = tuple(sorted(set(MATRIX_FUNCTIONS) - {"det", "inverse", "linalg_matrix_exp", "slogdet"}))
 
 REFUSED = (
     Refused(_WHOLE, _one_number, "all dims are reduced, and a reduced dim stays whole"),
