@@ -42,8 +42,9 @@ __all__ = [
     "run_ranks",
 ]
 
-# Errors are relative to at least this part of the model's largest gradient, of which a tolerance of 1e-9 in float64, or
-# 1e-4 in float32, is then as much as one rounding: smaller gradients have larger errors on a single device, too.
+# Errors are relative to at least this part of the model's largest gradient, or updated buffer, of which a tolerance of
+# 1e-9 in float64, or 1e-4 in float32, is then as much as one rounding: smaller ones have larger errors on a single
+# device, too.
 _FLOOR = {torch.float64: 1e-6, torch.float32: 1e-3}
 # Tolerance for float32 inside a float64 model.
 _FLOAT32_TOLERANCE = 1e-4
@@ -82,7 +83,7 @@ class Comparison:
     "gradient of ...".
 
     An error is max|a - b| / max(max|b|, 1e-6 x the model's largest gradient) of the parallelized a and the model's
-    own b.
+    own b; for buffers that a call updates the largest of those.
     """
 
     errors: Mapping[str, float]
@@ -291,13 +292,15 @@ def compare_on_mesh(
     if not training:
         model.eval()
     distributed.train(training)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with _comparable(lifted), torch.set_grad_enabled(objective == "train"):
         expected = model(**inputs, **settings)
     in_stages = bool(distributed.plan.pipeline_axis)
     in_parts = training and (in_stages or distributed.plan.programs[objective].micro_batches > 1)
     with _comparable(None):
         got = distributed.forward_backward(**inputs) if in_parts else distributed(**inputs)
-    errors = {**dict(_output_errors(got, expected, in_stages)), **dict(_buffer_errors(distributed, model, in_stages))}
+    errors = dict(_output_errors(got, expected, in_stages))
+    errors.update(buffer_errors(distributed, model, before, in_stages))
     leaves = [leaf for leaf in pytree.tree_leaves(got) if isinstance(leaf, Tensor)]
     if training or (objective == "train" and any(leaf.requires_grad for leaf in leaves)):
         if not in_parts:
@@ -381,13 +384,23 @@ def _output_errors(got: object, expected: object, in_stages: bool) -> Iterator[t
             yield name, 0.0 if mine == other else float("inf")
 
 
-def _buffer_errors(distributed: nn.Module, model: nn.Module, in_stages: bool) -> Iterator[tuple[str, float]]:
-    """Buffers after the call: some are updated by it. A rank has those of its stages."""
+def buffer_errors(
+    distributed: nn.Module, model: nn.Module, before: Mapping[str, Tensor], in_stages: bool
+) -> Iterator[tuple[str, float]]:
+    """Buffers after the call, which updates some: the mean of a norm's input may be nothing but rounding errors. A rank
+    has those of its stages."""
     own = dict(distributed.named_buffers())
+    changed = [
+        buffer
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and buffer.numel() and not torch.equal(buffer, before[name])
+    ]
+    largest = max((buffer.abs().nan_to_num(0.0, 0.0).max().item() for buffer in changed), default=0.0)
     for name, buffer in model.named_buffers():
         if in_stages and name not in own:
             continue
-        yield f"buffer {name}", _error(_whole(own[name]), buffer, 0.0)
+        floor = _FLOOR.get(buffer.dtype, 1e-3) * largest if any(buffer is other for other in changed) else 0.0
+        yield f"buffer {name}", _error(_whole(own[name]), buffer, floor)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
 import autopar
-from autopar.testing import assert_equivalent
+from autopar.testing import assert_equivalent, buffer_errors
 from autopar.testing.randomness import WithoutDropout
 from tests.models import gpt2
 
@@ -161,3 +161,31 @@ def test_models_without_values_are_refused() -> None:
         model = nn.Linear(2, 2)
     with pytest.raises(autopar.InputError, match="'weight' is on meta, without values to compare"):
         assert_equivalent(model, {"dp": 2}, (torch.zeros(2, 2),))
+
+
+class Centred(nn.Module):
+    """A second norm whose input has a mean of zero, but for rounding errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16, affine=False), nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16)
+        )
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """x: [rows, 8]."""
+        return {"loss": self.layers(x).square().sum(1).tanh().sum()}
+
+
+def test_means_of_rounding_errors_are_equal() -> None:
+    """Rows in another order change them on one device, too; those of other samples are an error."""
+    inputs = {"x": torch.randn(12, 8, generator=torch.Generator().manual_seed(0))}
+    found = assert_equivalent(Centred(), {"dp": 2}, inputs)
+    assert "buffer layers.3.running_mean" in found.errors
+    models = [Centred().double() for _ in range(2)]
+    before = {name: buffer.clone() for name, buffer in models[0].named_buffers()}
+    for model, given in zip(models, (inputs["x"], inputs["x"][:6]), strict=True):
+        model(given.double())
+    errors = dict(buffer_errors(models[1], models[0], before, in_stages=False))
+    assert min(errors["buffer layers.1.running_mean"], errors["buffer layers.3.running_var"]) > 1e-3
