@@ -4,8 +4,8 @@ Lengths of labels depend on values, and so do the sizes of labels without paddin
 """
 
 import contextlib
-import importlib
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -23,7 +23,7 @@ def with_padded_labels() -> Iterator[None]:
     """Enter around a trace: `torch.nn.functional.ctc_loss` of padded labels is one operator, and so is the loss of
     `transformers`."""
 
-    def of_torch(
+    def padded_loss(
         log_probs: Tensor,
         targets: Tensor,
         input_lengths: Lengths,
@@ -41,17 +41,16 @@ def with_padded_labels() -> Iterator[None]:
         return _reduced(losses, lengths[1], reduction)
 
     with contextlib.ExitStack() as stack:
-        before = stack.enter_context(replaced(functional, "ctc_loss", of_torch))
-        try:
-            models = importlib.import_module("transformers.modeling_utils")
-            stack.enter_context(replaced(models, "LOSS_MAPPING", {**models.LOSS_MAPPING, "ForCTC": of_transformers}))
-        except (ImportError, AttributeError):
-            # Its losses are those of the models themselves then.
-            pass
+        before = stack.enter_context(replaced(functional, "ctc_loss", padded_loss))
+        # A model of `transformers` may be a part of another one, which then has imported it.
+        models = sys.modules.get("transformers.modeling_utils")
+        losses: Mapping[str, object] = getattr(models, "LOSS_MAPPING", {})
+        if models is not None and "ForCTC" in losses:
+            stack.enter_context(replaced(models, "LOSS_MAPPING", {**losses, "ForCTC": transformers_loss}))
         yield
 
 
-def of_transformers(
+def transformers_loss(
     logits: Tensor,
     labels: Tensor,
     logit_lengths: Tensor,
@@ -66,7 +65,7 @@ def of_transformers(
     counted = (labels != ignore_index) & (labels != blank_token_id)
     lengths = counted.sum(-1)
     order = (~counted).to(torch.int64).argsort(dim=-1, stable=True)
-    kept = labels.gather(1, order).clamp(min=0)
+    kept = labels.masked_fill(~counted, blank_token_id).gather(1, order)
     log_probs = functional.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1)
     losses = ctc_loss(log_probs, kept, logit_lengths, lengths, blank_token_id, zero_infinity)
     return _reduced(losses, lengths, reduction)

@@ -19,7 +19,7 @@ from autopar.models.fingerprint import structure_fingerprint
 from autopar.models.hooks import refuse_gradient_hooks
 from autopar.models.huggingface import completed, is_huggingface, made_inputs, settings
 from autopar.models.losses import joined_loss
-from autopar.models.plain import refuse_unplain
+from autopar.models.supported import refuse_unsupported
 from autopar.options import Precision
 from autopar.request import Request
 from autopar.runtime import named_arguments
@@ -66,7 +66,7 @@ def read_model(model: nn.Module, example_inputs: ExampleInputs | None, request: 
     cut as requested, PlanMismatchError for another loss than that of a plan to replay, and UnsupportedError for hooks
     on gradients and for models that are parallel already.
     """
-    refuse_unplain(model)
+    refuse_unsupported(model)
     if request.objective == "train":
         refuse_gradient_hooks(model)
     joined, plan = joined_loss(model), request.plan
@@ -185,7 +185,7 @@ def tracing(model: nn.Module, info: ModelInfo, request: Request, mode: str, devi
 
 @contextlib.contextmanager
 def _replacements(model: nn.Module, inputs: Inputs) -> Iterator[None]:
-    """Enter around a trace: what it would not follow is written so that it does."""
+    """Enter around a trace: functions that it cannot follow are replaced by others that compute the same."""
     with with_padded_labels(), huggingface.tracing(model, inputs):
         yield
 

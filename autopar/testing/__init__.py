@@ -390,16 +390,16 @@ def buffer_errors(
     """Buffers after the call, which updates some: the mean of a norm's input may be nothing but rounding errors. A rank
     has those of its stages."""
     own = dict(distributed.named_buffers())
-    changed = [
-        buffer
+    changed = {
+        name: buffer
         for name, buffer in model.named_buffers()
         if buffer.is_floating_point() and buffer.numel() and not torch.equal(buffer, before[name])
-    ]
-    largest = max((buffer.abs().nan_to_num(0.0, 0.0).max().item() for buffer in changed), default=0.0)
+    }
+    largest = max((buffer.abs().nan_to_num(0.0, 0.0).max().item() for buffer in changed.values()), default=0.0)
     for name, buffer in model.named_buffers():
         if in_stages and name not in own:
             continue
-        floor = _FLOOR.get(buffer.dtype, 1e-3) * largest if any(buffer is other for other in changed) else 0.0
+        floor = _FLOOR.get(buffer.dtype, 1e-3) * largest if name in changed else 0.0
         yield f"buffer {name}", _error(_whole(own[name]), buffer, floor)
 
 

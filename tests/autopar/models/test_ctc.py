@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.models.ctc import of_transformers, with_padded_labels
+from autopar.models.ctc import transformers_loss, with_padded_labels
 from autopar.testing import compare
 from tests.autopar.comparing import TOLERANCE
 
@@ -15,14 +15,14 @@ SAMPLES, STEPS, CLASSES = 4, 12, 6
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_equal_to_the_loss_of_transformers(reduction: str) -> None:
+def test_equal_to_the_loss_transformers_loss(reduction: str) -> None:
     """With ignored labels before, between and behind the others, no label at all, and blanks among them."""
     theirs = importlib.import_module("transformers.loss.loss_ctc").ForCTCLoss
     logits = torch.randn(SAMPLES, STEPS, CLASSES, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([[1, 2, 3, -100], [-100, 4, -100, 5], [-100, -100, -100, -100], [2, 0, 2, 1]])
     lengths = torch.tensor([12, 9, 5, 11])
     found = []
-    for loss in (of_transformers, theirs):
+    for loss in (transformers_loss, theirs):
         leaf = logits.clone().requires_grad_()
         value = loss(leaf, labels, lengths, 0, reduction)
         value.sum().backward()

@@ -16,7 +16,7 @@ from passes.ir.errors import CaptureError
 from passes.ir.program import Program, draws
 from passes.normalize import normalize
 from tests.passes.normalize.running import run
-from tests.passes.rules.database import UNSAFE, features, spread_over
+from tests.passes.rules.database import UNSAFE, as_function, features, spread_over
 from tests.passes.rules.normal import traced
 
 # Calls of each entry that are compared, and entries that one test compares.
@@ -81,17 +81,7 @@ def _error(ours: Tensor | None, theirs: Tensor | None) -> float:
 
 def _compared(entry: Any, item: Any) -> float | None:
     """The largest error of a call; None where it is not traced, draws random numbers, or computes nothing."""
-    leaves, tree = pytree.tree_flatten((item.input, item.args, item.kwargs))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[place] for place in places]
-
-    def called(*given: Tensor) -> object:
-        filled = list(leaves)
-        for place, tensor in zip(places, given, strict=True):
-            filled[place] = tensor
-        first, args, kwargs = pytree.tree_unflatten(filled, tree)
-        return entry.op(first, *args, **kwargs)
-
+    called, tensors = as_function(entry, item)
     try:
         program, values = traced(called, _leaves(tensors))
         theirs = _results(called, tensors)
@@ -105,17 +95,9 @@ def _compared(entry: Any, item: Any) -> float | None:
     def computed(*given: Tensor) -> list[object]:
         return list(run(normal, {**values, **dict(zip(names, given, strict=True))})[0].values())
 
-    ours = _results(computed, tensors)
-    return max(
-        [
-            0.0,
-            *(
-                _error(*pair)
-                for mine, other in zip(ours, theirs, strict=True)
-                for pair in zip(mine, other, strict=True)
-            ),
-        ]
-    )
+    both = zip(_results(computed, tensors), theirs, strict=True)
+    pairs = [pair for mine, other in both for pair in zip(mine, other, strict=True)]
+    return max(_error(*pair) for pair in pairs)
 
 
 def _by_chance(program: Program) -> bool:

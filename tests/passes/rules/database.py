@@ -167,7 +167,8 @@ def calls(kind: str, traces: int | None) -> tuple[Sample, ...]:
     return tuple(found.values())
 
 
-def _calls_of(entry: Any, item: Any, kind: str) -> list[Sample]:
+def as_function(entry: Any, item: Any) -> tuple[Callable[..., object], list[Tensor]]:
+    """A call of an entry as a function of its tensors, and these."""
     leaves, tree = pytree.tree_flatten((item.input, item.args, item.kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -178,8 +179,13 @@ def _calls_of(entry: Any, item: Any, kind: str) -> list[Sample]:
         first, args, kwargs = pytree.tree_unflatten(filled, tree)
         return entry.op(first, *args, **kwargs)
 
+    return function, [leaves[place] for place in places]
+
+
+def _calls_of(entry: Any, item: Any, kind: str) -> list[Sample]:
+    function, tensors = as_function(entry, item)
     try:
-        program, values = traced(function, [leaves[place] for place in places])
+        program, values = traced(function, tensors)
         if not any(op.kind == kind for op in program.ops):
             program = normalize(program)
         return list(calls_in(program, values, kind))

@@ -29,7 +29,7 @@ _PARTS: tuple[tuple[type, str], ...] = (
 _EXPORTED = "was made by torch.export, for one mode and these sizes: pass the module that was exported"
 
 
-def refuse_unplain(model: nn.Module) -> None:
+def refuse_unsupported(model: nn.Module) -> None:
     """Raise UnsupportedError for a model that is parallel already, that does not know its sizes, or that is compiled to
     something else than Python."""
     for reason in _reasons(model):
