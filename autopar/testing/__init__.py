@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -299,7 +300,10 @@ def compare_on_mesh(
     in_parts = training and (in_stages or distributed.plan.programs[objective].micro_batches > 1)
     with _comparable(None):
         got = distributed.forward_backward(**inputs) if in_parts else distributed(**inputs)
-    errors = dict(_output_errors(got, expected, in_stages))
+    theirs, ours = _leaves(expected), _leaves(got)
+    if distributed.plan.outputs == "scalars":
+        theirs, ours = _scalars(theirs), _scalars(ours)
+    errors = dict(_output_errors(ours, theirs, in_stages))
     errors.update(buffer_errors(distributed, model, before, in_stages))
     leaves = [leaf for leaf in pytree.tree_leaves(got) if isinstance(leaf, Tensor)]
     if training or (objective == "train" and any(leaf.requires_grad for leaf in leaves)):
@@ -307,11 +311,14 @@ def compare_on_mesh(
             _backward(got)
         _backward(expected)
         errors.update(_gradient_errors(distributed, model, in_stages))
-    return Comparison(_of_all_ranks(errors, expected, model) if in_stages else errors)
+    return Comparison(_of_all_ranks(errors, theirs, expected, model) if in_stages else errors)
 
 
-def _of_all_ranks(errors: Mapping[str, float], expected: object, model: nn.Module) -> dict[str, float]:
-    """The errors of all ranks, the largest of each tensor; infinite for what no rank has."""
+def _of_all_ranks(
+    errors: Mapping[str, float], leaves: Mapping[str, object], expected: object, model: nn.Module
+) -> dict[str, float]:
+    """The errors of all ranks, the largest of each tensor; infinite for what no rank has of the `leaves` of the output,
+    the buffers and gradients."""
     found: list[Mapping[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(found, dict(errors))
     merged: dict[str, float] = {}
@@ -319,8 +326,7 @@ def _of_all_ranks(errors: Mapping[str, float], expected: object, model: nn.Modul
         for name, error in own.items():
             worse = not error <= merged.get(name, 0.0)
             merged[name] = error if worse else merged.get(name, 0.0)
-    leaves, _ = pytree.tree_flatten_with_path(expected)
-    wanted = [f"output {pytree.keystr(path)}" for path, _ in leaves]
+    wanted = [f"output {path}" for path in leaves]
     wanted += [f"buffer {name}" for name, _ in model.named_buffers()]
     if any(name.startswith("gradient of ") for name in merged):
         wanted += [f"gradient of {name}" for name, _ in model.named_parameters()]
@@ -364,22 +370,21 @@ def _comparable(lifted: torch.dtype | None) -> Iterator[None]:
         yield
 
 
-def _output_errors(got: object, expected: object, in_stages: bool) -> Iterator[tuple[str, float]]:
-    """The error of every leaf of the output; infinite where the leaves are not the same. A rank whose stage does not
-    compute a leaf has None."""
-    theirs, _ = pytree.tree_flatten_with_path(expected)
-    ours, _ = pytree.tree_flatten_with_path(got)
+def _output_errors(
+    ours: Mapping[str, object], theirs: Mapping[str, object], in_stages: bool
+) -> Iterator[tuple[str, float]]:
+    """The error of every leaf of the output, by path; infinite where the leaves are not the same. A rank whose stage
+    does not compute a leaf has None."""
     if in_stages:
-        ours = [(path, leaf) for path, leaf in ours if leaf is not None]
-        here = {pytree.keystr(path) for path, _ in ours}
-        theirs = [(path, leaf) for path, leaf in theirs if pytree.keystr(path) in here]
-    if [pytree.keystr(path) for path, _ in ours] != [pytree.keystr(path) for path, _ in theirs]:
+        ours = {path: leaf for path, leaf in ours.items() if leaf is not None}
+        theirs = {path: leaf for path, leaf in theirs.items() if path in ours}
+    if ours.keys() != theirs.keys():
         yield "output structure", float("inf")
         return
-    for (path, mine), (_, other) in zip(ours, theirs, strict=True):
-        name = f"output {pytree.keystr(path)}"
+    for path, other in theirs.items():
+        mine, name = ours[path], f"output {path}"
         if isinstance(other, Tensor):
-            yield name, _error(_whole(mine).detach(), other.detach(), 0.0)
+            yield name, _error(_whole(mine).detach(), other.detach(), 0.0) if isinstance(mine, Tensor) else float("inf")
         else:
             yield name, 0.0 if mine == other else float("inf")
 
@@ -403,6 +408,17 @@ def buffer_errors(
         yield f"buffer {name}", _error(_whole(own[name]), buffer, floor)
 
 
+def _leaves(output: object) -> dict[str, object]:
+    """The leaves of an output by their paths, in the order of these: some models fill in an output in another order
+    than that of its fields."""
+    leaves, _ = pytree.tree_flatten_with_path(output)
+    return dict(sorted(((pytree.keystr(path), leaf) for path, leaf in leaves), key=itemgetter(0)))
+
+
+def _scalars(leaves: Mapping[str, object]) -> dict[str, object]:
+    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.dim() == 0}
+
+
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -411,7 +427,7 @@ def _backward(output: object) -> None:
     """From the loss, or from a fixed weighting of all outputs where there is none that has a gradient."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or not loss.requires_grad:
-        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        leaves = [leaf for leaf in _leaves(output).values() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         generator = torch.Generator().manual_seed(0)
         weighted = (
             (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype).to(whole.device)).sum()
