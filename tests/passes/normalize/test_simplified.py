@@ -37,6 +37,23 @@ def test_a_reshape_of_a_reshape_is_one() -> None:
     ]
 
 
+def test_pieces_that_are_put_together_again_are_a_reshape() -> None:
+    """Rows of images, which some models give out by the image; the pieces must be all, and in order."""
+    assert _lines(lambda x: torch.cat(list(x.unbind())) + 1)[0].endswith("reshape(x, shape=[24])")
+    assert _lines(lambda x: torch.cat(list(x.unbind(1))) + 1)[-2].startswith("%cat = cat(")
+    assert _lines(lambda x: torch.cat([x[:1], x[1:]]) + 1) == ["%add = add(x, other=1)"]
+    assert _lines(lambda x: torch.cat(x.view(2, 2, 6).unbind(1), 1) + 1)[0].endswith("reshape(x, shape=[2, 12])")
+    for pieces in (
+        lambda x: [x[1], x[0], x[2], x[3]],
+        lambda x: [x[0], x[1], x[2]],
+        lambda x: [x[:2], x[3:]],
+        lambda x: [x[::2], x[1::2]],
+        lambda x: [x[:2], x[1:]],
+        lambda x: [x[:2], (x + 1)[2:]],
+    ):
+        assert any("= cat(" in line for line in _lines(lambda x, pieces=pieces: torch.cat(pieces(x)) + 1))
+
+
 def test_nothing_is_computed_twice() -> None:
     """Equal ops are one; 1 and 1.0, calls that draw random numbers, and results that are returned are not equal."""
     assert len(_lines(lambda x: x.exp() * x.exp().sum())) == 3
