@@ -255,6 +255,7 @@ def batching(
         tuple(map(read, totals.inputs)) if totals is not None else (),
         gather_once=configuration.gather_once,
         reduce_once=configuration.reduce_once,
+        checks=micro.checks,
     )
     return found, whole
 

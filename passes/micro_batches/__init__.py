@@ -5,7 +5,8 @@ sharding rules determine the placement of every tensor: `S` has a part for each 
 is the same in all. Micro-batches run one after the other, so nothing can be sent between them while they run. An op
 that needs the whole batch therefore cannot run in one micro-batch, with one exception: a sum over the batch that
 follows from the inputs alone, such as the number of labels that count. These *totals* come from a program of their own,
-which runs before all others, and are inputs of the program of one micro-batch.
+which runs before all others, and are inputs of the program of one micro-batch. Rows that replace placeholders are
+counted in each micro-batch by itself (`placeholders`), for batches that allow it: that program checks this, too.
 
 So the loss is a sum over the samples (`P`), and the gradients of all micro-batches add up to those of the whole batch.
 Sizes that a trace has as numbers are those of the whole batch, so a mean divides by the size of the whole batch.
@@ -35,6 +36,7 @@ from passes.ir.program import (
 )
 from passes.ir.rule import Dims, Role, Rule
 from passes.micro_batches.draft import Calls, Draft, totals_program
+from passes.micro_batches.placeholders import can_number, numbered, placeholders, unmatched
 from passes.rules import signature
 from passes.rules.strategies import Choice, digit, local_arguments, on_part, passing, split
 
@@ -49,7 +51,8 @@ class MicroBatches:
     `program` is that of one micro-batch. Its last inputs are the totals, which the outputs of `totals` (of one
     micro-batch too) sum to; None where there are none. `inputs` are the placements of the others: `S(dim)`, or `R` for
     inputs that every micro-batch gets whole. `outputs` are those of the leaves: `S` concatenated, `P` summed, `R` equal
-    in all. `loss` is the leaf that is the loss. `coupled` are the ops that couple samples, and are computed in each
+    in all. `loss` is the leaf that is the loss. `checks` say what is wrong with a batch for which a further output of
+    `totals`, after the totals, is not zero. `coupled` are the ops that couple samples, and are computed in each
     micro-batch for its own: what depends on them is averaged over micro-batches.
     """
 
@@ -61,6 +64,7 @@ class MicroBatches:
     outputs: tuple[Placement, ...]
     loss: int
     coupled: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
 
 
 def micro_batches(program: Program, count: int, *, couples: bool = False) -> MicroBatches:
@@ -171,6 +175,9 @@ class _Cutter(Draft):
         self.totals: dict[str, str] = {}
         self.couples = couples
         self.coupled: list[str] = []
+        # By results of the ops that number the rows of placeholders.
+        self.numbers = {name: item for item in placeholders(program) for op in item.ops for name in op.results}
+        self.checks: dict[str, str] = {}
         # Ops of the micro-batch with the rules that follow from discovered ones.
         self.discovered: list[tuple[Op, Rule]] = []
 
@@ -192,7 +199,8 @@ class _Cutter(Draft):
         cut = without_unused(replace(whole, inputs=(*inputs, *totals)))
         samples = batch_size(item.type.shape for item in program.inputs) // self.ways
         totals_of = self._totals(whole)
-        return MicroBatches(self.ways, samples, cut, totals_of, self.inputs, outputs, loss, tuple(self.coupled))
+        checks = tuple(self.checks.values())
+        return MicroBatches(self.ways, samples, cut, totals_of, self.inputs, outputs, loss, tuple(self.coupled), checks)
 
     # --- ops ---
 
@@ -203,6 +211,9 @@ class _Cutter(Draft):
             self.ops[op.results[0]].append(op)
             if any(name in self.totaled for name in op.operands):
                 self.totaled.update(op.results)
+            return
+        if any(name in self.numbers for name in (op.results[0], op.operands[-1])):
+            self._place(op)
             return
         adapted = self._adapted(op)
         if adapted is None:
@@ -216,8 +227,31 @@ class _Cutter(Draft):
             if all(name not in self.apart for name in op.operands):
                 self.coupled.append(op.key)
 
+    def _place(self, op: Op) -> None:
+        """Number the rows of this micro-batch's placeholders, or select them."""
+        item = self.numbers.get(op.results[0])
+        if item is None:
+            if {self.placements[name] for name in op.operands} != {S(0)}:
+                raise _WholeBatchError(self._reason(op))
+            self.ops[op.results[0]].append(op)
+        else:
+            samples = batch_size(own.type.shape for own in self.program.inputs)
+            if item.flags in self.weighed or not can_number(self, item, samples):
+                raise _WholeBatchError(self._reason(op))
+            self.ops[op.results[0]].append(numbered(self, item, op))
+            if op is item.bounded:
+                self.checks[unmatched(self, item, samples)] = (
+                    f"{item.count.module or 'the model'} puts {item.rows} rows in as many places (features of images "
+                    "in those of their tokens, for instance): in micro-batches, each sample must have "
+                    f"{item.rows // samples} of them, and a sample of this batch has not"
+                )
+        self.placements[op.results[0]] = S(0)
+
     def _reason(self, op: Op) -> str:
         """Why an op cannot run in one micro-batch."""
+        read = {name for other in self.program.ops for name in other.operands}
+        if read.isdisjoint(op.results):
+            return f"{op.key}, an output, needs the whole batch (outputs='scalars' returns scalars alone)"
         sums = [name for name in op.operands if self.placements[name] == P or name in self.apart]
         if len(sums) < len(op.operands) or self.couples:
             return f"{op.key} needs the whole batch"
@@ -370,9 +404,9 @@ class _Cutter(Draft):
 
     def _totals(self, whole: Program) -> Program | None:
         """The program of the totals, over those inputs that it reads."""
-        if not self.totals:
+        if not self.totals and not self.checks:
             return None
-        found = totals_program(whole, self.totals)
+        found = totals_program(whole, {**self.totals, **{name: name for name in self.checks}})
         for op in found.ops:
             if draws(op):
                 raise _WholeBatchError(f"{op.key} draws random numbers that a sum over the whole batch depends on")

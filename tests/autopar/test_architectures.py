@@ -65,16 +65,20 @@ def test_extra(name, mesh, objective):
 
 
 # The loss of these is not shown to be a sum over samples: contrastive, or of patches of all images in one row.
-NOT_IN_PARTS = {"clip", "siglip", "llava", "qwen2_5_vl-vision", "qwen3_vl-vision"}
+NOT_IN_PARTS = {"clip", "siglip", "qwen2_5_vl-vision", "qwen3_vl-vision"}
+# It returns the features of each image.
+SCALARS = {"llava"}
+IN_PLACES = ("internvl", "paligemma", "vipllava")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in REQUIRED if not ARCHITECTURES[name].refused])
+@pytest.mark.parametrize("name", [*(name for name in REQUIRED if not ARCHITECTURES[name].refused), *IN_PLACES])
 def test_in_two_stages(name):
     """Stages and micro-batches as the planner chooses them; what cannot be cut into micro-batches is refused."""
     one = ARCHITECTURES[name]
 
     def compared(**options):
+        options |= {"outputs": "scalars"} if name in SCALARS else {}
         return compare(one.make(), {"pp": 2}, one.inputs(SAMPLES), one.dtype, cluster="ideal", **options)
 
     if name in NOT_IN_PARTS:

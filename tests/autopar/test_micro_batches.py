@@ -247,3 +247,58 @@ def _random(name: str, sizes: tuple[int, ...], seeds: range) -> list[str]:
 def test_random_plans(name: str, sizes: tuple[int, ...]) -> None:
     """Random plans are right, whatever else they decide."""
     assert run_ranks(_random, math.prod(sizes), name, sizes, range(6), timeout=900)[0] == []
+
+
+class _Captioner(nn.Module):
+    """Words with places for two rows of an image in each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(8, 16)
+        self.rows = nn.Linear(4, 16)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+
+    def forward(self, ids: Tensor, images: Tensor) -> dict[str, Tensor]:
+        """ids: [batch, words], images: [batch, 2, 4]."""
+        words = self.words(ids)
+        rows = self.rows(images).to(words.dtype)
+        seen = words.masked_scatter((ids == 7)[..., None].expand_as(words), rows)
+        logits = self.layers(seen + seen.mean(1, keepdim=True))
+        labels = torch.where(ids == 7, -100, ids)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def _captions(*counts: int) -> dict[str, Tensor]:
+    """Five words each, of which `counts` are places."""
+    generator = torch.Generator().manual_seed(len(counts))
+    ids = torch.randint(0, 7, (len(counts), 5), generator=generator)
+    for row, count in zip(ids, counts, strict=True):
+        row[torch.randperm(5, generator=generator)[:count]] = 7
+    return {"ids": ids, "images": torch.randn(len(counts), 2, 4, generator=generator)}
+
+
+def _places(axis: str) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    model = parallelize(_Captioner(), mesh, _captions(2, 2, 2, 2), micro_batches=2, cluster="ideal")
+    stock = _Captioner()
+    # As many places as rows, also in each micro-batch: but not in each sample.
+    for counts in ((3, 2, 1, 2), (0, 2, 4, 2), (2, 2, 2, 1)):
+        with pytest.raises(InputError, match=r"each sample must have 2 of them.*use micro_batches=1"):
+            model.forward_backward(**_captions(*counts))
+    for seed in range(2):
+        inputs = _captions(*(2,) * (4 + 4 * seed))
+        got = model.forward_backward(**inputs)["loss"]
+        expected = stock(**inputs)["loss"]
+        expected.backward()
+        assert _off(got, expected) < 1e-6
+    gradients = dict(stock.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert _off(parameter.grad, gradients[name].grad) < 1e-5, name
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp"])
+def test_places_for_images(axis: str) -> None:
+    """Batches whose samples differ in their places are refused on all ranks, without a trace in the gradients; others,
+    and other sizes, are equal to one device."""
+    run_ranks(_places, 2, axis)

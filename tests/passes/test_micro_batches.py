@@ -1,6 +1,7 @@
 """micro_batches: what one micro-batch runs, what is summed over the batch before, and what is refused."""
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -245,6 +246,72 @@ def test_micro_batches_add_up() -> None:
         loss.backward()
     torch.testing.assert_close(torch.stack(losses).sum().detach(), expected.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(weight.grad, model.inner.weight.grad, rtol=1e-12, atol=1e-15)
+
+
+class _Seen(nn.Module):
+    """Words, some of which are places for rows of images; `rows` makes these from all images."""
+
+    def __init__(self, rows: Callable[[Tensor], Tensor] = torch.tanh, of_words: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4)
+        self.rows, self.of_words = rows, of_words
+
+    def forward(self, ids: Tensor, images: Tensor) -> dict[str, Tensor]:
+        """ids: [batch, words], images: [batch, rows, 4]."""
+        words = self.words(ids)
+        places = (words[..., :1] > 0 if self.of_words else ids[..., None] == 7).expand_as(words)
+        return {"loss": words.masked_scatter(places, self.rows(images)).square().sum()}
+
+
+_IDS = torch.tensor([[7, 1, 7], [7, 7, 2], [3, 7, 7], [7, 4, 7]])
+_IMAGES = torch.arange(32.0).reshape(4, 2, 4)
+
+
+def test_places_are_counted_in_each_micro_batch() -> None:
+    """Rows of images replace places among words: samples with more or fewer of them than others are counted before."""
+    found = micro_batches(_program(_Seen(), ids=_IDS, images=_IMAGES), 2)
+    assert [line.split("  #")[0] for line in _lines(found.program)[2:-3]] == [
+        "%embedding = embedding(words.weight, ids)",
+        "%reshape_n0 = reshape(ids, shape=[2, 3, 1])",
+        "%eq = eq(%reshape_n0, other=7)",
+        "%tanh = tanh(images)",
+        "%reshape_n2 = reshape(%eq, shape=[6])",
+        "%cumsum_n3 = cumsum(%reshape_n2, dim=0)",
+        "%sub_n4 = sub(%cumsum_n3, other=1)",
+        "%clamp_n5 = clamp(%sub_n4, min=0, max=3)",
+        "%reshape_n6 = reshape(%tanh, shape=[4, 4])",
+        "%index_select_n7 = index_select(%reshape_n6, dim=0, %clamp_n5)",
+        "%reshape_n8 = reshape(%index_select_n7, shape=[2, 3, 4])",
+        "%where_n9 = where(%eq, %reshape_n8, %embedding)",
+    ]
+    assert [line.split("  #")[0] for line in _lines(found.totals)[-7:-1]] == [
+        "%reshape_n2 = reshape(%eq, shape=[6])",
+        "%clamp_n5_unmatched_0 = reshape(%reshape_n2, shape=[2, 3])",
+        "%clamp_n5_unmatched_1 = sum(%clamp_n5_unmatched_0, dim=[1])",
+        "%clamp_n5_unmatched_2 = sub(%clamp_n5_unmatched_1, other=2)",
+        "%clamp_n5_unmatched_3 = abs(%clamp_n5_unmatched_2)",
+        "%clamp_n5_unmatched_4 = sum(%clamp_n5_unmatched_3)",
+    ]
+    (check,) = found.checks
+    assert "each sample must have 2 of them" in check
+    assert found.totals is not None
+    assert _run(found.totals, {"ids": _IDS[:2]})[0] == 0
+    assert _run(found.totals, {"ids": torch.tensor([[7, 7, 7], [7, 1, 1]])})[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "op"),
+    [
+        (_Seen(of_words=True), "cumsum"),
+        (_Seen(lambda images: images.flip(0)), "flip"),
+        (_Seen(lambda images: images.transpose(0, 1)), "index_select"),
+        (_Seen(lambda images: images.flatten()[:20].reshape(5, 4)), "slice"),
+    ],
+)
+def test_places_and_rows_that_cross_the_batch_are_refused(model: nn.Module, op: str) -> None:
+    """Places that depend on parameters, and rows that are not those of the sample."""
+    with pytest.raises(MicroBatchError, match=rf"/{op} needs the whole batch"):
+        micro_batches(_program(model, ids=_IDS, images=_IMAGES), 2)
 
 
 def _balanced(x: Tensor, y: Tensor) -> Tensor:

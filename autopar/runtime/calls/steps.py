@@ -60,7 +60,11 @@ def forward_backward(
 def micro_batch_inputs(
     batching: MicroBatching, inputs: Sequence[Tensor], mesh: DeviceMesh, totals: Run | None
 ) -> list[list[Tensor]]:
-    """This rank's parts of the inputs of every micro-batch, and the sums over the batch that `totals` computes."""
+    """This rank's parts of the inputs of every micro-batch, and the sums over the batch that `totals` computes.
+
+    Raises InputError for a batch that cannot be split into micro-batches; waits for the device to know, if the program
+    has conditions.
+    """
     cut = [
         [tensor] * batching.count if where is None else parts(tensor, where, batching.count)
         for tensor, where in zip(inputs, batching.inputs, strict=True)
@@ -71,7 +75,11 @@ def micro_batch_inputs(
     with torch.no_grad():
         found = [totals([_relaid(batch[place], steps, mesh) for place, steps in batching.reads]) for batch in batches]
     sums = [_sum(leaves) for leaves in zip(*found, strict=True)]
-    return [[*batch, *sums] for batch in batches]
+    taken = len(sums) - len(batching.checks)
+    for check, amount in zip(batching.checks, sums[taken:], strict=True):
+        if amount.item():
+            raise InputError(f"{check}; use micro_batches=1, or batches of equal samples")
+    return [[*batch, *sums[:taken]] for batch in batches]
 
 
 def parts(tensor: Tensor, where: Cut, count: int) -> list[Tensor]:

@@ -221,8 +221,9 @@ class MicroBatching:
     `inputs` are split by a `Cut`, or passed whole to every micro-batch. `outputs` are concatenated (`Cut`), summed
     ("P") or equal in all micro-batches ("R"); `loss` is one of them. `totals`, if any, are sums over the batch that the
     program takes after its inputs; `reads` are the inputs that they are computed from, with the redistribution of each.
-    With `gather_once`, parameters on data axes stay gathered from the first micro-batch to the last; with
-    `reduce_once`, their gradients are reduced after the last.
+    The last of them, as many as there are `checks`, are not for the program: a batch for which one is not zero cannot
+    be split, for the reason that its check gives. With `gather_once`, parameters on data axes stay gathered from the
+    first micro-batch to the last; with `reduce_once`, their gradients are reduced after the last.
     """
 
     count: int
@@ -233,6 +234,7 @@ class MicroBatching:
     reads: tuple[tuple[int, tuple[RedistributionStep, ...]], ...]
     gather_once: bool = False
     reduce_once: bool = False
+    checks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
