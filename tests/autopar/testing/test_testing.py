@@ -189,3 +189,32 @@ def test_means_of_rounding_errors_are_equal() -> None:
         model(given.double())
     errors = dict(buffer_errors(models[1], models[0], before, in_stages=False))
     assert min(errors["buffer layers.1.running_mean"], errors["buffer layers.3.running_var"]) > 1e-3
+
+
+class Chosen(nn.Module):
+    """Scores of choices that are almost equal: their gradients cancel in those of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.score = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """x: [rows, choices, 8], labels: [rows]."""
+        scores = self.score(1 + 1e-6 * x).squeeze(-1)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "scores": scores}
+
+
+def test_gradients_that_cancel_are_equal() -> None:
+    """That of the bias is zero, but for rounding errors of its addends, which are those of the scores."""
+    random = torch.Generator().manual_seed(0)
+    inputs = {"x": torch.randn(12, 3, 8, generator=random), "labels": torch.randint(3, (12,), generator=random)}
+    model = Chosen()
+    found = assert_equivalent(model, {"dp": 2}, inputs)
+    assert "gradient of score.bias" in found.errors
+    model.double()(inputs["x"].double(), inputs["labels"])["loss"].backward()
+    weight, bias = model.score.weight.grad, model.score.bias.grad
+    assert weight is not None
+    assert bias is not None
+    assert 0 < bias.abs().max() < 1e-15
+    assert weight.abs().max() < 1e-5
