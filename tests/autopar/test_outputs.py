@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -209,3 +210,35 @@ def test_outputs() -> None:
     saved and differentiated as `DTensor`s.
     """
     run_ranks(_each, 4)
+
+
+class _Viewed(nn.Module):
+    """Its output is a view, of what a unit of gathered parameters computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, rows, 8]."""
+        return self.outer(self.inner(x).tanh().flatten(0, 1)).view(x.shape)
+
+
+def _changed_in_place() -> None:
+    model, inputs = _Viewed(), {"x": torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        dist_model = autopar.parallelize(model, mesh_of((2, 1)), inputs, cluster="ideal", zero=3)
+        got, expected = dist_model(**inputs), model(**inputs)
+        for output in (got, expected):
+            output.mul_(2.0).add_(1.0).square().sum().backward()
+    assert difference(dist_model, model) < 1e-5
+    whole = autopar.parallelize(model, mesh_of((2, 1)), inputs, cluster="ideal", zero=3, outputs="full")
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        whole(**inputs).mul_(2.0)
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    """In the plan's layout, also where they are views; torch refuses it for whole outputs."""
+    run_ranks(_changed_in_place, 2)

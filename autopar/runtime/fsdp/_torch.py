@@ -3,6 +3,7 @@
 Read in torch 2.11 to 2.13 and 2.15 (torch/distributed/fsdp/_fully_shard). No other module touches these names.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -140,6 +141,15 @@ def name_failures(unit: nn.Module) -> None:
     """Let the collectives of a unit raise RankFailedError where another rank has failed."""
     for group in _groups(unit):
         group.__class__ = NamedParamGroup
+
+
+def allow_views(unit: type[nn.Module]) -> None:
+    """Let units of this class return views without the warning that torch 2.13 gives.
+
+    It warns of changes in place, which lose the hook that gathers parameters in the backward pass. Generated code has
+    none, and what users get of a distributed module is a `DTensor`, or refuses such changes.
+    """
+    warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \(FSDP{unit.__name__}\) returned a view", UserWarning)
 
 
 def reset(root: FSDPModule, units: Sequence[nn.Module]) -> None:

@@ -110,6 +110,7 @@ class FSDPManager:
             mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
         )
         fsdp.name_failures(group)
+        fsdp.allow_views(ParameterGroup)
         # Gradients are addends, because the loss is that of the whole batch. Not every backend has a sum that scales.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
