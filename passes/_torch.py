@@ -8,15 +8,17 @@ The runtime has a door of its own, `autopar/_torch.py`, and one for the internal
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch._decomp import decomposition_table
+from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -58,6 +60,9 @@ __all__ = [
     "SUMMARY_OF_FRAMES",
     "TABLES",
     "TRACE_LOGGERS",
+    "VMAP_BEGIN",
+    "VMAP_END",
+    "VMAP_IDLE",
     "DataDependentOutputException",
     "DimDynamic",
     "DynamicOutputShapeException",
@@ -72,6 +77,7 @@ __all__ = [
     "buffers_of",
     "decomposition_table",
     "eager",
+    "fake_mode_of",
     "free_unbacked_symbols",
     "make_fx",
     "operator_name",
@@ -95,6 +101,11 @@ TABLES = (PARAMETERS, "_buffers", "_modules")
 
 # The operator that `torch.export` with strict=True writes for a call of a custom `torch.autograd.Function`.
 AUTOGRAD_FUNCTION_APPLY: HigherOrderOperator = torch._functorch.autograd_function.autograd_function_apply
+
+# The functions that `torch.export` writes where a level of `torch.vmap` begins and ends, and one that does nothing.
+VMAP_BEGIN = predispatch._vmap_increment_nesting
+VMAP_END = predispatch._vmap_decrement_nesting
+VMAP_IDLE = predispatch.lazy_load_decompositions
 
 # The fused kernels of attention of a CUDA device. `scaled_dot_product_attention` chooses among those of the device that
 # its tensors are on.
@@ -135,6 +146,11 @@ def eager() -> Iterator[None]:
 def is_composite(overload: OpOverload) -> bool:
     """Whether an operator runs others, through which autograd flows, and has no derivative of its own."""
     return overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def fake_mode_of(tensors: Iterable[Tensor]) -> FakeTensorMode:
+    """The mode that fake tensors, as those in the metadata of a trace, belong to."""
+    return next(tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
 
 
 def schema_of(overload: OpOverload) -> torch._C.FunctionSchema:

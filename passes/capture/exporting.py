@@ -33,6 +33,7 @@ from passes._torch import (
     pytree,
     schema_of,
 )
+from passes.capture.mapped import without_vmap
 from passes.capture.source import (
     Line,
     Loops,
@@ -198,6 +199,7 @@ def _exported(
         try:
             with surrounding:
                 program = _export(module, example, varying, strict)
+                without_vmap(program.graph_module)
                 _settle(program.graph_module)
                 return program
         except (CaptureError, _NeedsValues, UntraceableError) as error:
