@@ -7,9 +7,13 @@ one, where possible. Attention that is written out is one op, and so is a convol
 computed twice. Unused ops are removed. Every op has its key.
 """
 
+from collections.abc import Set
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 
-from passes.ir.program import Program, without_unused
+from passes.ir.arguments import references
+from passes.ir.program import Input, Parameter, Program, has_gradient, without_unused
 from passes.normalize.attention import with_attention
 from passes.normalize.convolution import with_padded_convolutions
 from passes.normalize.decompositions import decomposed
@@ -25,6 +29,30 @@ def normalize(program: Program) -> Program:
     Raises CaptureError for changes of the model's inputs and parameters, for in-place changes that cannot be applied to
     all views, and for ops that a generated program cannot run.
     """
+    program = functional(program)
+    found = _normalized(program, frozenset())
+    # What only computes a part that is cut off has a gradient of zeros; without these ops it would have none.
+    lost = set[str]()
+    for before, after in zip(_contributing(program), _contributing(found), strict=True):
+        lost |= before - after
+    return _normalized(program, frozenset(lost)) if lost else found
+
+
+def _contributing(program: Program) -> list[Set[str]]:
+    """The trainable parameters and inputs that each output depends on, differentiably."""
+    sources: tuple[Parameter | Input, ...] = (*program.parameters, *program.inputs)
+    trainable = [item.name for item in sources if item.trainable]
+    masks = {name: 1 << place for place, name in enumerate(trainable)}
+    for op in program.ops:
+        mask = reduce(or_, (masks.get(name, 0) for name in op.operands), 0)
+        if mask and op.kind != "detach":
+            masks.update({name: mask for name in op.results if has_gradient(program.types[name].dtype)})
+    found = [reduce(or_, (masks.get(name, 0) for name in references(value)), 0) for value in program.outputs]
+    return [{name for place, name in enumerate(trainable) if mask >> place & 1} for mask in found]
+
+
+def _normalized(program: Program, kept: frozenset[str]) -> Program:
+    program = canonical(program, kept)
     for rewrite in _REWRITES:
         program = rewrite(program)
     return program
@@ -43,8 +71,6 @@ def with_keys(program: Program) -> Program:
 
 
 _REWRITES = (
-    functional,
-    canonical,
     without_sorting,
     decomposed,
     without_unused,

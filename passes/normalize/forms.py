@@ -4,6 +4,7 @@ A mean of a loss is a sum by a count, exact however the batch is spread; element
 Their `reduction` is 0 for none, 1 for mean, 2 for sum. Masks of attention become `is_causal`, windows, rows and
 documents."""
 
+from collections.abc import Set
 from dataclasses import replace
 from math import prod
 from typing import cast
@@ -72,9 +73,10 @@ LOSSES: dict[str, Rewrite] = {
 }
 
 
-def canonical(program: Program) -> Program:
-    """Write every op in its canonical form; drop ops without effect."""
-    rewriter = Rewriter(program)
+def canonical(program: Program, kept: Set[str] = frozenset()) -> Program:
+    """Write every op in its canonical form; drop ops without effect, but for those that read parameters and inputs that
+    are `kept`."""
+    rewriter = Rewriter(program, kept)
     flowing = differentiable(program)
     for original in program.ops:
         op = rewriter.current(original)

@@ -2,7 +2,7 @@
 batch are computed here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -12,10 +12,14 @@ from passes.ir.program import Op, Program, TensorType, Update
 
 
 class Rewriter:
-    """Copies the ops of a program one after the other; later ops read the replacements of results."""
+    """Copies the ops of a program one after the other; later ops read the replacements of results.
 
-    def __init__(self, program: Program) -> None:
+    Parameters and inputs that are `kept` stay in the program, also where no output depends on their values.
+    """
+
+    def __init__(self, program: Program, kept: Set[str] = frozenset()) -> None:
         self.program = program
+        self.kept = kept
         self.types = dict(program.types)
         self.ops: list[Op] = []
         self.replaced: dict[str, Argument] = {}
@@ -31,6 +35,19 @@ class Rewriter:
             self._makers.update(dict.fromkeys(op.results, op))
         self._noted = len(self.ops)
         return self._makers.get(name)
+
+    def depends(self, name: str, on: Set[str]) -> bool:
+        """Whether a tensor is computed from one of those in `on`."""
+        seen, ahead = {name}, [name]
+        while ahead:
+            found = ahead.pop()
+            if found in on:
+                return True
+            op = self.maker(found)
+            new = [] if op is None else [own for own in op.operands if own not in seen]
+            seen.update(new)
+            ahead.extend(new)
+        return False
 
     def follow(self, argument: Argument) -> Argument:
         """`argument` with the replacements made so far."""

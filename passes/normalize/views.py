@@ -67,7 +67,7 @@ def _parts(rewriter: Rewriter, source: Argument, dim: int, start: int, stop: int
     op = rewriter.maker(own.name)
     if op is None or op.kind != "cat" or dim_argument(op.arguments["dim"], len(type.shape)) != dim:
         return [(own, start, stop)]
-    found, at = [], 0
+    found, left, at = [], list[Ref](), 0
     for part in listed(op.arguments["tensors"]):
         given = rewriter.type(part)
         if len(given.shape) != len(type.shape) or given.dtype != type.dtype:
@@ -75,8 +75,11 @@ def _parts(rewriter: Rewriter, source: Argument, dim: int, start: int, stop: int
         size = given.shape[dim]
         if max(start, at) < min(stop, at + size):
             found.append((cast(Ref, part), max(start - at, 0), min(stop - at, size)))
+        else:
+            left.append(cast(Ref, part))
         at += size
-    return found
+    needed = bool(rewriter.kept) and any(rewriter.depends(part.name, rewriter.kept) for part in left)
+    return [(own, start, stop)] if needed else found
 
 
 def permuted(rewriter: Rewriter, op: Op, source: Argument, order: list[int]) -> Ref:

@@ -203,6 +203,40 @@ def test_unused_ops_are_removed() -> None:
     assert not program.constants
 
 
+class _Joined(nn.Module):
+    """Two layers whose results are joined, and functions of that."""
+
+    def __init__(self, *functions: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.functions = functions
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x: [rows, 4]."""
+        joined = torch.cat([self.left(x), self.right(x)], 1)
+        return tuple(function(joined) for function in self.functions)
+
+
+def test_parameters_of_parts_that_are_cut_off_stay() -> None:
+    """Their gradients are zeros, as those of the module are; where another output needs them, the loss needs them too.
+    Without them a part is taken from what it was joined from."""
+    cut, tail = (lambda joined: joined[:, :3].sum()), (lambda joined: joined[:, 4:])
+    for functions in ((cut,), (cut, tail), (cut, lambda joined: joined)):
+        lines = op_lines(normalized(_Joined(*functions), x=torch.ones(2, 4)))
+        assert any("= cat(" in line for line in lines), lines
+    for functions in ((lambda joined: joined[:, :3] * joined[:, 4:7],), (tail, lambda joined: joined.detach()[:, :4])):
+        lines = op_lines(normalized(_Joined(*functions), x=torch.ones(2, 4)))
+        assert any("= cat(" in line for line in lines) == (len(functions) > 1), lines
+    frozen = _Joined(cut)
+    frozen.right.requires_grad_(False)
+    assert [line.split(" = ")[1].split("(")[0] for line in op_lines(normalized(frozen, x=torch.ones(2, 4)))] == [
+        "linear",
+        "slice",
+        "sum",
+    ]
+
+
 def test_detach_stays_only_where_a_gradient_ends() -> None:
     """A detach of something without gradient does nothing; one of something with gradient stays."""
 
