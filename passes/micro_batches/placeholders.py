@@ -90,7 +90,7 @@ def numbered(draft: Draft, item: Placeholders, op: Op) -> Op:
 
 
 def unmatched(draft: Draft, item: Placeholders, samples: int) -> str:
-    """How many places the samples of the batch have too many or too few, written to `draft`: a pending sum."""
+    """The number of places that samples of the batch have too many or too few, written to `draft`: a pending sum."""
     places, rows = draft.types[item.flags].size // samples, item.rows // samples
     counts = TensorType((samples,), torch.int64)
     steps: tuple[tuple[str, TensorType, Placement, tuple[Argument, ...]], ...] = (

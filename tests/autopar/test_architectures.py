@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from autopar.testing import LiftFloat32, RankError, compare
-from tests.architectures import ARCHITECTURES, Architecture
+from tests.architectures import ARCHITECTURES
+from tests.architectures.architecture import Architecture
 from tests.autopar.comparing import MESHES, TOLERANCE, marked
 
 SAMPLES = 4
@@ -68,7 +69,7 @@ def test_extra(name, mesh, objective):
 NOT_IN_PARTS = {"clip", "siglip", "qwen2_5_vl-vision", "qwen3_vl-vision"}
 # It returns the features of each image.
 SCALARS = {"llava"}
-IN_PLACES = ("internvl", "paligemma", "vipllava")
+IN_PLACES = ("internvl", "paligemma", "vipllava", "aya_vision", "gemma3", "instructblip")
 
 
 @pytest.mark.slow

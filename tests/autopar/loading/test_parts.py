@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.testing import LiftFloat32, run_ranks
-from tests.architectures import ARCHITECTURES, images_in_texts
+from tests.architectures import ARCHITECTURES
+from tests.architectures.batches import images_in_texts
 
 # Planned; the same number of patches otherwise; other numbers, and longer texts.
 GRIDS = ([[1, 4, 4], [1, 4, 8]], [[1, 4, 8], [1, 4, 4]], [[1, 8, 8], [1, 4, 4]])
