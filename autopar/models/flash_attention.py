@@ -6,7 +6,7 @@ attention is written with masks, from which normal form reads windows, padding a
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from typing import cast
@@ -24,9 +24,9 @@ Interface = Callable[[object, str], Callable[..., object]]
 
 
 @contextlib.contextmanager
-def without_kernels(inputs: Mapping[str, object]) -> Iterator[None]:
-    """Enter around a trace: flash attention is written with masks. A model without `position_ids` among its `inputs`
-    has one document in each sample."""
+def without_kernels(packed: bool) -> Iterator[None]:
+    """Enter around a trace: flash attention is written with masks. A sample has one document, unless it may be
+    `packed`: then positions say so."""
     try:
         masks = importlib.import_module("transformers.masking_utils")
         interfaces = importlib.import_module("transformers.utils.generic").GeneralInterface
@@ -35,7 +35,6 @@ def without_kernels(inputs: Mapping[str, object]) -> Iterator[None]:
         logger.info("this version of transformers runs flash attention otherwise: models that do cannot be traced")
         yield
         return
-    packed = inputs.get("position_ids") is not None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: object) -> Tensor:
         return flash_attention(query, key, value, mask, **options if packed else {**options, "position_ids": None})

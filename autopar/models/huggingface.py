@@ -45,6 +45,18 @@ def is_huggingface(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
+def pretrained_parts(model: nn.Module) -> list[nn.Module]:
+    """The models of `transformers` that `model` is, or is made of (a LoRA of one, or a head around it), without their
+    own parts."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for part in model.modules():
+        if part not in inside and is_huggingface(part):
+            found.append(part)
+            inside.update(part.modules())
+    return found
+
+
 def made_inputs(model: nn.Module, objective: str, batch: int) -> dict[str, object]:
     """Inputs from the config: the main input, and labels for training if the model takes them.
 
@@ -84,7 +96,7 @@ def made_inputs(model: nn.Module, objective: str, batch: int) -> dict[str, objec
 def completed(model: nn.Module, inputs: Mapping[str, object]) -> dict[str, object]:
     """`inputs` with tensors in place of numbers that differ from batch to batch: those that kernels of flash attention
     take beside cumulative lengths. Other numbers are constants of a plan."""
-    if not is_huggingface(model):
+    if not pretrained_parts(model):
         return dict(inputs)
     numbers = {name: value for name in LONGEST if isinstance(value := inputs.get(name), int)}
     return {**inputs, **{name: torch.tensor(value) for name, value in numbers.items()}}
@@ -98,16 +110,33 @@ def settings(forward: inspect.Signature, inputs: Mapping[str, object], objective
 
 
 @contextlib.contextmanager
-def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
+def without_inner_caches(model: nn.Module, objective: str) -> Iterator[None]:
+    """Within, models that are parts of `model` keep no cache in training, for which it has no argument to pass on. What
+    changes in configurations within is undone."""
+    parts = pretrained_parts(model)
+    with _same_configurations(model):
+        for part in parts if objective == "train" and parts != [model] else ():
+            for own in part.modules():
+                for config in _configurations(own):
+                    if hasattr(config, "use_cache"):
+                        config.use_cache = False
+        yield
+
+
+@contextlib.contextmanager
+def tracing(model: nn.Module, inputs: Mapping[str, object], objective: str) -> Iterator[None]:
     """Enter around a trace: causal masks that the model would build are left to attention, and so are masks that it
     makes itself and that mask nothing. The delta rule runs without loops. Caches may be returned. What a forward pass
     sets in configurations is undone.
 
     Masks stay where the model is given one, and where it is given positions that may pack several sequences into one.
+    A module around a model may give it any.
     """
-    if not is_huggingface(model):
+    parts = pretrained_parts(model)
+    if not parts:
         yield
         return
+    packed = parts != [model] or inputs.get("position_ids") is not None
     with contextlib.ExitStack() as stack:
         register_caches(model)
         masks = importlib.import_module("transformers.masking_utils")
@@ -115,16 +144,16 @@ def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
             "is_torchdynamo_exporting": lambda: False,
             "is_tracing": lambda tensor=None: tensor is not None and not is_readable(tensor),
         }
-        if inputs.get("position_ids") is None:
+        if not packed:
             replacements["find_packed_sequence_indices"] = lambda positions: None
         for name, replacement in replacements.items():
             if hasattr(masks, name):
                 stack.enter_context(replaced(masks, name, replacement))
             else:
                 logger.warning("transformers has no masking_utils.%s: causal masks will be built in full", name)
-        stack.enter_context(without_kernels(inputs))
+        stack.enter_context(without_kernels(packed))
         stack.enter_context(without_loops(model))
-        stack.enter_context(_same_configurations(model))
+        stack.enter_context(without_inner_caches(model, objective))
         yield
 
 
@@ -132,7 +161,7 @@ def tracing(model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
 def _same_configurations(model: nn.Module) -> Iterator[None]:
     """Afterwards the configurations are as before. A classifier sets its `problem_type` by the first labels that it
     gets: those of a trace are an example."""
-    found = {id(item): item for part in model.modules() if hasattr(item := getattr(part, "config", None), "__dict__")}
+    found = {id(item): item for part in model.modules() for item in _configurations(part)}
     before = [(vars(item), dict(vars(item))) for item in found.values()]
     try:
         yield
@@ -142,10 +171,20 @@ def _same_configurations(model: nn.Module) -> Iterator[None]:
             now.update(values)
 
 
+def _configurations(part: nn.Module) -> Iterator[object]:
+    """The configuration of a module, if it has one."""
+    found = vars(part).get("config")
+    if hasattr(found, "__dict__"):
+        yield found
+
+
 def register_caches(model: nn.Module) -> None:
-    """Let caches of keys and values be part of what a trace of `model` returns, if it is a Hugging Face model."""
-    if not is_huggingface(model):
-        return
+    """Let caches of keys and values be part of what a trace of `model` returns, if it has Hugging Face models."""
+    for part in pretrained_parts(model):
+        _register_caches(part)
+
+
+def _register_caches(model: nn.Module) -> None:
     for place, name, arguments in (
         ("transformers.exporters.exporter_dynamo", "register_cache_pytrees_for_model", (model,)),
         ("transformers.integrations.executorch", "register_dynamic_cache_export_support", ()),

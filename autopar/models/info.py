@@ -179,14 +179,16 @@ class CapturedModel:
 
 def tracing(model: nn.Module, info: ModelInfo, request: Request, mode: str, device: torch.device = CPU) -> Tracing:
     """The settings for tracing `model` in the `mode` of an objective; a model on meta is traced as if on `device`."""
-    context = _replacements(model, info.inputs)
+    # A program for inference of a plan for training is traced as that is.
+    objective = request.objective if request.plan is None else request.plan.objective
+    context = _replacements(model, info.inputs, objective)
     return Tracing(mode == "train", request.objective == "train", context, request.precision.compute, device)
 
 
 @contextlib.contextmanager
-def _replacements(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+def _replacements(model: nn.Module, inputs: Inputs, objective: str) -> Iterator[None]:
     """Enter around a trace: functions that it cannot follow are replaced by others that compute the same."""
-    with with_padded_labels(), huggingface.tracing(model, inputs):
+    with with_padded_labels(), huggingface.tracing(model, inputs, objective):
         yield
 
 

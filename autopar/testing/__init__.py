@@ -295,7 +295,8 @@ def compare_on_mesh(
         model.eval()
     distributed.train(training)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with _comparable(lifted), torch.set_grad_enabled(objective == "train"):
+    quiet = huggingface.without_inner_caches(model, objective)
+    with _comparable(lifted), quiet, torch.set_grad_enabled(objective == "train"):
         expected = model(**inputs, **settings)
     in_stages = bool(distributed.plan.pipeline_axis)
     in_parts = training and (in_stages or distributed.plan.programs[objective].micro_batches > 1)
@@ -348,9 +349,9 @@ def _of_all_ranks(
 
 def _settings(model: nn.Module, inputs: Mapping[str, object], objective: str) -> Mapping[str, object]:
     """Further arguments that a model of Hugging Face is called with when it is traced."""
+    huggingface.register_caches(model)
     if not huggingface.is_huggingface(model):
         return {}
-    huggingface.register_caches(model)
     return huggingface.settings(inspect.signature(model.forward), inputs, objective)
 
 

@@ -20,6 +20,7 @@ from passes.capture import Tracing, capture
 from passes.ir.program import Program
 from passes.normalize import normalize
 from tests.architectures import ARCHITECTURES
+from tests.autopar.wrapped import WRAPPED
 from tests.models import Stack, llama, mistral, tokens
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def test_training_leaves_the_cache_out():
 def program_of(model: nn.Module, inputs: Mapping[str, object]) -> Program:
     """The normal form of a model."""
     given = {**inputs, **huggingface.settings(inspect.signature(model.forward), inputs, "train")}
-    return normalize(capture(model, given, Tracing(True, True, huggingface.tracing(model, given))))
+    return normalize(capture(model, given, Tracing(True, True, huggingface.tracing(model, given, "train"))))
 
 
 def masks(model: nn.Module, inputs: Mapping[str, object]) -> set[str]:
@@ -113,6 +114,15 @@ SHAPE = tuple(IDS["input_ids"].shape)
 def test_causal_masks(inputs, expected):
     """They are left to attention, unless there may be padding or several sequences in one."""
     assert masks(llama(), {**IDS, **inputs}) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("adapted", "causal"), ("preference", "causal"), ("packing", "documents")]
+)
+def test_masks_of_inner_models(name, expected):
+    """A module around a model may pack sequences: its positions say so."""
+    make, inputs = WRAPPED[name]
+    assert masks(make(), inputs()) == {expected}
 
 
 def test_sliding_windows():
@@ -147,7 +157,7 @@ def test_everything_is_as_it_was_afterwards():
     before = [getattr(masking_utils, name) for name in names]
 
     def fail() -> None:
-        with huggingface.tracing(llama(), IDS):
+        with huggingface.tracing(llama(), IDS, "train"):
             assert all(getattr(masking_utils, name) is not item for name, item in zip(names, before, strict=True))
             raise RuntimeError("within")
 
@@ -166,7 +176,7 @@ def test_other_threads_get_the_functions_of_transformers():
 
     plain = answers()
     found: list[list[object]] = []
-    with huggingface.tracing(llama(), IDS):
+    with huggingface.tracing(llama(), IDS, "train"):
         thread = threading.Thread(target=lambda: found.append(answers()))
         thread.start()
         thread.join()
@@ -175,7 +185,7 @@ def test_other_threads_get_the_functions_of_transformers():
 
 
 def test_other_models_are_left_alone():
-    with huggingface.tracing(Stack(), {}):
+    with huggingface.tracing(Stack(), {}, "train"):
         assert masking_utils.is_tracing.__module__.startswith("transformers")
 
 
@@ -183,7 +193,7 @@ def test_what_a_version_lacks_is_left_out(caplog):
     """With a warning; the trace is as right."""
     with mock.patch.object(masking_utils, "find_packed_sequence_indices", create=True):
         del masking_utils.find_packed_sequence_indices
-        with caplog.at_level(logging.WARNING, logger="autopar"), huggingface.tracing(llama(), IDS):
+        with caplog.at_level(logging.WARNING, logger="autopar"), huggingface.tracing(llama(), IDS, "train"):
             pass
     assert ["causal masks will be built in full" in record.message for record in caplog.records] == [True]
 

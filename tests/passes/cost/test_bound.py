@@ -23,7 +23,7 @@ STATES = 2
 
 def _folded(name: str) -> Folded:
     model, inputs = MODELS[name](), tokens(8)
-    return fold(normalize(capture(model, inputs, Tracing(True, True, tracing(model, inputs)))))
+    return fold(normalize(capture(model, inputs, Tracing(True, True, tracing(model, inputs, "train")))))
 
 
 @pytest.mark.parametrize(("name", "cluster"), [("llama", "h100"), ("gpt2", "cpu"), ("mistral", "h100")])
