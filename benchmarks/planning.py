@@ -99,7 +99,7 @@ def normalize_and_regions(layers: int) -> tuple[int, float]:
     """The nodes of a traced llama, and the least seconds that bringing it to normal form and folding it take."""
     model = llama(layers)
     inputs = {**inputs_of(8), "use_cache": False}
-    program = capture(model, inputs, Tracing(True, True, huggingface.tracing(model, inputs)))
+    program = capture(model, inputs, Tracing(True, True, huggingface.tracing(model, inputs, "train")))
     least = float("inf")
     for _ in range(RUNS):
         start = time.perf_counter()

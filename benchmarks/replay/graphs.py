@@ -76,7 +76,7 @@ def trace(family: Family, dimensions: Dimensions, batch: int, flash: bool, dropo
         if frozen:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_("norm" in name)
-        program = normalize(capture(model, inputs, Tracing(True, True, huggingface.tracing(model, inputs))))
+        program = normalize(capture(model, inputs, Tracing(True, True, huggingface.tracing(model, inputs, "train"))))
     except Exception as error:  # Whatever a stock class raises for sizes that do not fit each other.
         raise SkippedError(Reason.TRACE, str(error).splitlines()[-1].strip()) from error
     return Graph(program, family, dimensions.layers)

@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from keyword import iskeyword
 from math import prod
 from string import Formatter
 
@@ -78,12 +79,25 @@ def expression(code: Scope, op: Op) -> str:
     if written is not None:
         return written
     schema = {item.name: item for item in schema_of(op.overload).arguments}
-    given = [
-        (f"{name}=" if schema[name].has_default_value() or schema[name].kwarg_only else "") + code.value(value)
-        for name, value in op.arguments.items()
-        if not schema[name].has_default_value() or value != freeze(schema[name].default_value)
-    ]
-    return f"torch.ops.{op.target}({', '.join(given)})"
+    given = []
+    for name, value in op.arguments.items():
+        item = schema[name]
+        if not item.has_default_value() and not item.kwarg_only:
+            given.append(code.value(value))
+        elif not item.has_default_value() or value != freeze(item.default_value):
+            given.append(_named(name, code.value(value)))
+    return f"{_operator(op.target)}({', '.join(given)})"
+
+
+def _named(name: str, value: str) -> str:
+    """An argument by its name, which may be a word of Python, such as the `from` of `uniform`."""
+    return f'**{{"{name}": {value}}}' if iskeyword(name) else f"{name}={value}"
+
+
+def _operator(target: str) -> str:
+    """An operator by its full name, of which an overload may be called `from`."""
+    operator, _, overload = target.rpartition(".")
+    return f'getattr(torch.ops.{operator}, "{overload}")' if iskeyword(overload) else f"torch.ops.{target}"
 
 
 def _operand(code: Scope, argument: Argument) -> str:

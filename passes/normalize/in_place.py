@@ -17,6 +17,7 @@ from passes.rules.parts import dim_argument, dims_argument
 
 # In-place ops whose other form is not called by their name without the underscore.
 _OTHER_NAMES = {"normal_": "normal_functional", "__iand__": "__and__", "__ior__": "__or__", "__ixor__": "__xor__"}
+_OTHER_OVERLOADS = {("bernoulli_", "float"): "p"}
 
 
 def functional(program: Program) -> Program:
@@ -183,7 +184,8 @@ def _out_of_place(rewriter: Rewriter, op: Op) -> Ref:
         assert isinstance(source, Ref)
         return source
     namespace, name, overload = op.target.split(".")
-    target = f"{namespace}.{_OTHER_NAMES.get(name, name.rstrip('_'))}.{overload}"
+    other = _OTHER_NAMES.get(name, name.rstrip("_"))
+    target = f"{namespace}.{other}.{_OTHER_OVERLOADS.get((name, overload), overload)}"
     try:
         schema = schema_of(find_overload(target)).arguments
     except AttributeError:

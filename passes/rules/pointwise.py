@@ -73,10 +73,11 @@ TABLE: dict[str, Pointwise] = {
     "clamp": Pointwise((Saved(0), Saved(1), Saved(2))),
     **{kind: Pointwise((Saved(0), Saved(1), Saved(2))) for kind in ELEMENTWISE_LOSSES},
     **{kind: Pointwise((Saved(0, copy=True),), _FIRST) for kind in ("dropout", "alpha_dropout")},
+    **{kind: Pointwise() for kind in ("rand_like", "randn_like", "randint_like", "bernoulli", "uniform")},
     **{
-        kind: Pointwise() for kind in ("rand_like", "randn_like", "randint_like", "bernoulli", "uniform", "exponential")
+        kind: Pointwise()
+        for kind in ("exponential", "normal_functional", "random", "geometric", "log_normal", "cauchy")
     },
-    "normal_functional": Pointwise(),
     "floor_divide": Pointwise(),
     **{kind: Pointwise(SELF) for kind in ("remainder", "fmod")},
     **{kind: Pointwise() for kind in ("eq", "ne", "lt", "le", "gt", "ge")},

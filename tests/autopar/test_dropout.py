@@ -122,6 +122,48 @@ def test_a_seed_makes_a_run_reproducible() -> None:
     assert not torch.equal(first["whole"], other["whole"])
 
 
+class _Depth(nn.Module):
+    """Samples are left out of a layer, as stochastic depth does it, and noise is drawn into memory that is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """x: [rows, width]."""
+        kept = x.new_empty(x.shape[0], 1).bernoulli_(1 - PROBABILITY).div_(1 - PROBABILITY)
+        left = x * self.scale * kept
+        noise = torch.empty_like(x).uniform_(-2.0, 3.0)
+        counts = torch.empty_like(x).random_(1, 4)
+        return {"loss": left.sum(), "left": left, "noise": noise, "counts": counts}
+
+
+def _drawn_in_place() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    module = parallelize(_Depth(), mesh, {"x": x}, cluster="ideal")
+    output = module(x=x)
+    output["loss"].backward()
+    found = {name: _whole(output[name]).detach() for name in output}
+    return {**found, "gradient": _whole(module.scale.grad)}
+
+
+def test_numbers_that_are_drawn_in_place() -> None:
+    """Whole samples are left out, alike on replicas; numbers are as they are asked for."""
+    first, *others = run_ranks(_drawn_in_place, 4)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in ("left", "noise", "counts", "gradient"))
+    left = first["left"]
+    assert torch.equal(left, left[:, :1].expand_as(left))
+    torch.testing.assert_close(left.unique(), torch.tensor([0.0, 1 / (1 - PROBABILITY)], dtype=torch.float64))
+    assert torch.equal(first["gradient"], left.sum(0))
+    assert first["noise"].min() >= -2.0
+    assert first["noise"].max() < 3.0
+    assert abs(first["noise"].mean() - 0.5) < 0.1
+    assert first["counts"].unique().tolist() == [1.0, 2.0, 3.0]
+
+
 def _trained(dropout: float) -> tuple[list[float], list[float], list[float]]:
     """Losses of GPT-2 with dropout everywhere: two passes, the same two from the same seed, two in evaluation."""
     torch.manual_seed(0)

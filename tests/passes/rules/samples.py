@@ -271,6 +271,12 @@ def _random(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("aten.rand_like.default", make.normal(12, 24), random=True)
     yield call("aten.exponential.default", make.normal(12, 24), random=True)
     yield call("aten.uniform.default", make.normal(12, 24), random=True)
+    yield call("aten.uniform.default", make.normal(12, 24), -2.0, 3.0, random=True)
+    yield call("aten.bernoulli.p", make.normal(12, 24), 0.25, random=True, fixed=(0,))
+    yield call("aten.random.from", make.normal(12, 24), 1, 4, random=True)
+    yield call("aten.geometric.default", make.normal(12, 24), 0.5, random=True)
+    yield call("aten.log_normal.default", make.normal(12, 24), random=True)
+    yield call("aten.cauchy.default", make.normal(12, 24), random=True)
     yield call("aten.normal_functional.default", make.normal(12, 24), random=True, fixed=(0,))
 
 
