@@ -218,3 +218,31 @@ def test_gradients_that_cancel_are_equal() -> None:
     assert bias is not None
     assert 0 < bias.abs().max() < 1e-15
     assert weight.abs().max() < 1e-5
+
+
+class Masked(nn.Module):
+    """Scores of which some are hidden, by a mask that is a buffer."""
+
+    def __init__(self, hidden: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.score = nn.Linear(8, 4)
+        mask = torch.zeros(4)
+        mask[hidden:] = float("-inf")
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """x: [rows, 8]."""
+        scores = self.score(x) + self.mask
+        return {"loss": scores.softmax(-1).square().sum(), "scores": scores, "spectrum": torch.fft.fft(self.score(x))}
+
+
+def test_infinite_and_complex_elements() -> None:
+    """Infinite ones must be the same, which are no error then; complex ones are compared like others."""
+    found = assert_equivalent(Masked(), {"dp": 2, "tp": 2}, {"x": torch.randn(4, 8)})
+    assert max(found.errors.values()) < 1e-9
+    assert "output ['spectrum']" in found.errors
+    models = [Masked(hidden) for hidden in (2, 3)]
+    before = {"mask": torch.zeros(4)}
+    assert dict(buffer_errors(models[0], models[0], before, in_stages=False)) == {"buffer mask": 0.0}
+    assert dict(buffer_errors(models[1], models[0], before, in_stages=False)) == {"buffer mask": float("inf")}
