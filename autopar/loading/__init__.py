@@ -91,7 +91,9 @@ def distribute(
     root = placed_parts(model, planned.stored, units, request, inner, device, _held(model, planned, own))
     loaded = {name: load(program, name, own) for name, program in planned.programs.items()}
     held = root.state_dict(keep_vars=True)
-    elsewhere = {name: item.to("meta") for name, item in model.state_dict().items() if name not in held}
+    # A state dict may have other items than tensors, such as the extra state of a module.
+    tensors = {name: item for name, item in model.state_dict().items() if isinstance(item, torch.Tensor)}
+    elsewhere = {name: item.to("meta") for name, item in tensors.items() if name not in held}
     missing = on_meta(model)
     loaded_model = LoadedModel(
         planned.plan,

@@ -133,7 +133,7 @@ def assert_equivalent(
     objective = str(options.get("objective", "train"))
     given = random_inputs(model, objective, prod(sizes.values())) if example_inputs is None else example_inputs
     inputs = dict(inspect.signature(model.forward).bind(*given).arguments if isinstance(given, tuple) else given)
-    _refuse_random(copy.deepcopy(model).to(dtype), _cast(inputs, dtype), objective, options)
+    _refuse_random(_model_in(model, dtype), _cast(inputs, dtype), objective, options)
     comparisons: list[Comparison] = []
     for lifted, tolerance in ((True, rtol), (False, max(rtol, _FLOAT32_TOLERANCE))):
         comparison = compare(model, sizes, inputs, dtype, lifted=lifted, device_type=device_type, **options)
@@ -165,7 +165,7 @@ def compare(
     A model in evaluation is compared in evaluation. With `lifted` what the model casts to float32 is lifted to `dtype`
     on both sides.
     """
-    model, inputs = copy.deepcopy(model).to(dtype), _cast(inputs, dtype)
+    model, inputs = _model_in(model, dtype), _cast(inputs, dtype)
     stream = io.BytesIO()
     try:
         torch.save((model, inputs), stream, pickle_module=_Pickling)
@@ -244,10 +244,23 @@ def random_inputs(model: nn.Module, objective: str, batch: int, length: int = 16
 
 
 def _cast(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
-    """The inputs with floating tensors in `dtype`."""
-    return map_leaves(
-        inputs, lambda _, leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-    )
+    """The inputs with floating and complex tensors in `dtype`."""
+    return map_leaves(inputs, lambda _, leaf: _in(leaf, dtype) if isinstance(leaf, Tensor) else leaf)
+
+
+def _model_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a model with floating parameters and buffers in `dtype`. `Module.to` would cast complex ones, too."""
+    copied = copy.deepcopy(model)
+    for tensor in (*copied.parameters(), *copied.buffers()):
+        tensor.data = _in(tensor.data, dtype)
+    return copied
+
+
+def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating tensor in `dtype`, a complex one in the complex dtype of it."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _compare_on_rank(

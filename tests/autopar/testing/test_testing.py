@@ -246,3 +246,31 @@ def test_infinite_and_complex_elements() -> None:
     before = {"mask": torch.zeros(4)}
     assert dict(buffer_errors(models[0], models[0], before, in_stages=False)) == {"buffer mask": 0.0}
     assert dict(buffer_errors(models[1], models[0], before, in_stages=False)) == {"buffer mask": float("inf")}
+
+
+class Spectral(nn.Module):
+    """A layer whose weights multiply frequencies, and that has more than tensors in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 5, dtype=torch.complex64))
+        self.head = nn.Linear(8, 2)
+
+    def get_extra_state(self) -> dict[str, int]:
+        """As a library may keep its settings."""
+        return {"modes": 5}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Nothing is kept."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """x: [rows, 8]."""
+        mixed = torch.fft.irfft(torch.fft.rfft(x)[:, None] * self.weight, n=8)
+        return {"loss": self.head(mixed).tanh().square().sum()}
+
+
+def test_complex_parameters() -> None:
+    """They are compared in the complex dtype of the others."""
+    found = assert_equivalent(Spectral(), {"dp": 2, "tp": 2}, {"x": torch.randn(4, 8)})
+    assert found.errors["gradient of weight"] < 1e-12
