@@ -33,10 +33,13 @@ class Config(Protocol):
 
 
 class Pretrained(Protocol):
-    """The attributes of a `transformers` model that are read."""
+    """The attributes of a `transformers` model that are used."""
 
     config: Config
     dtype: torch.dtype
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep all that the backward pass reads."""
 
 
 def is_huggingface(model: nn.Module) -> bool:

@@ -302,6 +302,9 @@ def compare_on_mesh(
     training = objective == "train" and model.training
     with _comparable(lifted):
         distributed = parallelize(model, mesh, dict(inputs), **options)  # type: ignore[arg-type]
+    for part in huggingface.pretrained_parts(model):
+        # What is computed again in the backward pass is not lifted there.
+        cast(huggingface.Pretrained, part).gradient_checkpointing_disable()
     model = _with_loss(model, options)
     settings = _settings(model, inputs, objective)
     if not training:

@@ -5,13 +5,14 @@ import threading
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
 import autopar
-from autopar.testing import assert_equivalent, buffer_errors
+from autopar.testing import assert_equivalent, buffer_errors, compare_on_mesh, run_ranks
 from autopar.testing.randomness import WithoutDropout
-from tests.models import gpt2
+from tests.models import gpt2, llama, tokens
 
 WIDTH = 16
 
@@ -274,3 +275,16 @@ def test_complex_parameters() -> None:
     """They are compared in the complex dtype of the others."""
     found = assert_equivalent(Spectral(), {"dp": 2, "tp": 2}, {"x": torch.randn(4, 8)})
     assert found.errors["gradient of weight"] < 1e-12
+
+
+def _checkpointed(reentrant: bool) -> float:
+    model = llama().double()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return compare_on_mesh(model, mesh, tokens(), torch.float64, cluster="ideal").worst[1]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_models_that_compute_again(reentrant: bool) -> None:
+    """A plan has its own choice of what is computed again; what is lifted in the forward pass is compared."""
+    assert max(run_ranks(_checkpointed, 2, reentrant)) < 1e-9
