@@ -471,6 +471,17 @@ def test_pipelines_that_cannot_be(mesh, options, message):
         planned(mesh, large(4), **options)
 
 
+def test_stages_of_frozen_parameters_alone_are_refused():
+    """No gradient comes back to them; adapters of the first layer are enough for cuts anywhere."""
+    model = llama(num_hidden_layers=4).requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    with pytest.raises(autopar.PipelineError, match=r"cut at 0 places \(\d+ others are behind frozen parameters alone"):
+        planned({"pp": 2}, model, pipeline=Pipeline(virtual_stages=1), micro_batches=2)
+    model.model.layers[0].self_attn.q_proj.requires_grad_(True)
+    found = planned({"pp": 2}, model, pipeline=Pipeline(virtual_stages=1), micro_batches=2)
+    assert len(found.programs["train"].stages) == 2
+
+
 class Partly(nn.Module):
     """Linear layers, of which the last is not used, with a mean over the samples that count."""
 

@@ -117,9 +117,11 @@ class StagedProgram:
         boundaries = self.boundaries(pipeline.ranks)
         offered = sum(boundary is not None for boundary in boundaries)
         if offered < pipeline.stages - 1:
+            frozen = sum(self._begins(number) for number in range(1, len(self.positions))) - offered
+            also = f" ({frozen} others are behind frozen parameters alone, to which no gradient comes back)"
             raise PipelineError(
-                f"{pipeline.stages} stages are asked for, but the model can be cut at {offered} places: take fewer "
-                "stages"
+                f"{pipeline.stages} stages are asked for, but the model can be cut at {offered} places"
+                f"{also if frozen and self.space.trains else ''}: take fewer stages"
             )
         count, total = self.choice.solution.configuration.micro_batches, sum(pieces, Phases())
         # What all ranks do before and after the schedule, on average.
@@ -247,22 +249,25 @@ class StagedProgram:
     @cached_property
     def _offered(self) -> tuple[bool, ...]:
         """Whether a stage may begin with each position."""
-        return (False, *(self._is_offered(number, crossing) for number, crossing in enumerate(self._sent, 1)))
+        found = (self._begins(number) and self._returns(crossing) for number, crossing in enumerate(self._sent, 1))
+        return (False, *found)
 
     @cached_property
     def _sent(self) -> tuple[Crossing, ...]:
         """The tensors that cross the boundary before each position but the first."""
         return crossings(self.whole, self.folded.flowing, self.mesh)
 
-    def _is_offered(self, number: int, crossing: Crossing) -> bool:
-        """Whether a stage may begin with a position: with a copy of a region, or with the first op of a module; and in
-        training only where a gradient comes back."""
+    def _returns(self, crossing: Crossing) -> bool:
+        """Whether something crosses a boundary; in training something with a gradient, which comes back."""
+        return bool(crossing.flowing if self.space.trains else crossing.names)
+
+    def _begins(self, number: int) -> bool:
+        """Whether a stage may begin with a position: with a copy of a region, or with the first op of a module."""
         before, position = self.positions[number - 1], self.positions[number]
         module, earlier = (
             item.name.rpartition("/")[0] if item.copy is None else item.name for item in (position, before)
         )
-        begins = position.copy is not None or (bool(module) and module != earlier)
-        return begins and bool(crossing.flowing if self.space.trains else crossing.names)
+        return position.copy is not None or (bool(module) and module != earlier)
 
     def _peaks(self, configuration: Configuration, first: int, last: int) -> StepPeaks:
         """The memory peaks of a stage."""
