@@ -8,10 +8,12 @@ updates.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from passes._torch import schema_of
 from passes.ir.arguments import Argument, Ref, find_overload, integer, references
 from passes.ir.errors import CaptureError
-from passes.ir.program import REPEATABLE, Op, Program, TensorType, Update
+from passes.ir.program import REPEATABLE, Op, Program, TensorType, Update, differentiable
 from passes.normalize.rewriter import Rewriter
 from passes.rules.parts import dim_argument, dims_argument
 
@@ -49,6 +51,7 @@ class _Functional:
         """Rewrite the whole program."""
         program = self.program
         self.rewriter = Rewriter(program)
+        self.flowing = differentiable(program)
         self.buffers = {buffer.name for buffer in program.buffers}
         self.given = {item.name: "input" for item in program.inputs}
         self.given.update({item.name: "parameter" for item in program.parameters})
@@ -132,7 +135,7 @@ class _Functional:
     def put_back(self, view: _View, value: Ref, op: Op) -> Ref:
         """The base of a view, with the view's elements replaced by `value`."""
         writer = _PUT_BACK.get(view.op.kind)
-        if writer is None:
+        if writer is None or (view.op.kind == "detach" and view.base in self.flowing):
             raise CaptureError(
                 f"{op.kind} at {op.line} changes in place a tensor that {view.op.kind} at {view.op.line} made of one "
                 "that is used elsewhere: write it without in-place"
@@ -184,6 +187,8 @@ def _out_of_place(rewriter: Rewriter, op: Op) -> Ref:
         assert isinstance(source, Ref)
         return source
     namespace, name, overload = op.target.split(".")
+    if overload.endswith("out"):
+        return _into_new(rewriter, op, type)
     other = _OTHER_NAMES.get(name, name.rstrip("_"))
     target = f"{namespace}.{other}.{_OTHER_OVERLOADS.get((name, overload), overload)}"
     try:
@@ -192,6 +197,22 @@ def _out_of_place(rewriter: Rewriter, op: Op) -> Ref:
         raise CaptureError(f"{op.kind} at {op.line} works in place and has no other form: write it without") from None
     first, *rest = op.arguments.items()
     return rewriter.write(op, target, type, **{schema[0].name: first[1]}, **dict(rest))
+
+
+def _into_new(rewriter: Rewriter, op: Op, type: TensorType) -> Ref:
+    """Write what an op with `out=` computes as a new tensor."""
+    own = schema_of(op.overload).arguments
+    given = {item.name: str(item.type) for item in own if item.alias_info is None or not item.alias_info.is_write}
+    namespace, name, _ = op.target.split(".")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    for overload in packet.overloads():
+        target = f"{namespace}.{name}.{overload}"
+        others = schema_of(find_overload(target)).arguments
+        if {item.name: str(item.type) for item in others} == given and len(own) > len(others):
+            return rewriter.write(op, target, type, **{name: op.arguments[name] for name in given})
+    raise CaptureError(
+        f"{op.kind} at {op.line} writes into memory that is given, and has no other form: leave out `out=`"
+    )
 
 
 # --- from a view back to what it views -------------------------------------------------------------------------------
@@ -279,7 +300,7 @@ _PUT_BACK: dict[str, _Writer] = {
     **dict.fromkeys(
         (
             *("view", "unflatten", "squeeze", "unsqueeze", "view_as", "alias", "lift_fresh", "ravel", "reshape"),
-            *("contiguous", "to", "flatten", "reshape_as", "type_as", "_reshape_alias"),
+            *("contiguous", "to", "flatten", "reshape_as", "type_as", "_reshape_alias", "detach"),
         ),
         _reshaped,
     ),

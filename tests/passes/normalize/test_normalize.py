@@ -90,6 +90,48 @@ def test_changes_that_cannot_be_followed_are_refused() -> None:
         lines_of(function)
 
 
+def test_changes_of_detached_tensors() -> None:
+    """Where no gradient flows they are changes of the tensor; where one does, it would not know of them."""
+
+    def counted(x: Tensor) -> Tensor:
+        ones = torch.ones(4, 6)
+        ones.detach().add_(x.detach())
+        return x * ones
+
+    model = nn.Linear(6, 6)
+    model.forward = lambda x: _clamped(nn.functional.linear(x, model.weight))  # type: ignore[method-assign]
+    assert "add(%ones" in lines_of(counted)[1]
+    with pytest.raises(CaptureError, match=r"clamp_ at .*that detach at .*write it without in-place"):
+        normalized(model, x=X)
+
+
+def _clamped(x: Tensor) -> Tensor:
+    x.detach().clamp_(0)
+    return x * 2
+
+
+class Normed(nn.Module):
+    """A direction that each pass writes into its memory, as spectral norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("direction", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [rows, 6]."""
+        with torch.no_grad():
+            F.normalize(x.sum(0), dim=0, out=self.direction)
+        return x @ self.direction.clone()
+
+
+def test_results_in_given_memory_are_new_tensors() -> None:
+    """Those of ops with `out=`."""
+    program = normalized(Normed(), x=X)
+    (division,) = (op for op in program.ops if op.kind == "div")
+    assert division.target == "aten.div.Tensor"
+    assert [(update.buffer, update.value) for update in program.updates] == [("direction", division.results[0])]
+
+
 def test_changes_of_views_that_nobody_sees_are_fine() -> None:
     """A view may be changed where the tensor itself is not read again."""
 
