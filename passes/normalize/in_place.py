@@ -72,6 +72,8 @@ class _Functional:
             return
         schema = schema_of(op.overload).arguments
         written = [item.name for item in schema if item.alias_info is not None and item.alias_info.is_write]
+        if len(written) > 1:
+            raise CaptureError(f"{op.kind} at {op.line} writes into several tensors that are given: leave out `out=`")
         if written:
             target = next(references(original.arguments[written[0]]))
             self.change(position, op, original, self.same.get(target, target))
@@ -187,7 +189,7 @@ def _out_of_place(rewriter: Rewriter, op: Op) -> Ref:
         assert isinstance(source, Ref)
         return source
     namespace, name, overload = op.target.split(".")
-    if overload.endswith("out"):
+    if any(item.kwarg_only and item.alias_info is not None for item in schema_of(op.overload).arguments):
         return _into_new(rewriter, op, type)
     other = _OTHER_NAMES.get(name, name.rstrip("_"))
     target = f"{namespace}.{other}.{_OTHER_OVERLOADS.get((name, overload), overload)}"

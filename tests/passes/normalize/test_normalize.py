@@ -128,8 +128,21 @@ def test_results_in_given_memory_are_new_tensors() -> None:
     """Those of ops with `out=`."""
     program = normalized(Normed(), x=X)
     (division,) = (op for op in program.ops if op.kind == "div")
+    assert not any("out" in op.target for op in program.ops)
     assert division.target == "aten.div.Tensor"
     assert [(update.buffer, update.value) for update in program.updates] == [("direction", division.results[0])]
+
+
+def test_several_results_in_given_memory_are_refused() -> None:
+    """With the line."""
+
+    def function(x: Tensor) -> Tensor:
+        values, places = torch.empty(4, 6), torch.empty(4, 6, dtype=torch.int64)
+        torch.sort(x, out=(values, places))
+        return values * places
+
+    with pytest.raises(CaptureError, match=r"sort at .*writes into several tensors that are given: leave out `out=`"):
+        lines_of(function)
 
 
 def test_changes_of_views_that_nobody_sees_are_fine() -> None:
