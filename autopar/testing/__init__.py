@@ -6,8 +6,8 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import isnan, prod
 from operator import itemgetter
 from typing import Any, cast
 
@@ -84,8 +84,8 @@ class Comparison:
     """Errors of all tensors by name: outputs under "output ...", buffers afterwards under "buffer ...", gradients under
     "gradient of ...".
 
-    An error is max|a - b| / max(max|b|, 1e-6 x the model's largest gradient) of the parallelized a and the model's
-    own b; for buffers that a call updates the largest of those.
+    An error is max|a - b| / max(max|b|, 1e-5 x the model's largest gradient) of the parallelized a and the model's
+    own b (in float64); for buffers that a call updates the largest of those. It is NaN where b has NaN.
     """
 
     errors: Mapping[str, float]
@@ -94,6 +94,11 @@ class Comparison:
     def worst(self) -> tuple[str, float]:
         """The tensor with the largest error, and that error."""
         return max(self.errors.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+
+    @property
+    def defined(self) -> dict[str, float]:
+        """The errors of tensors that are numbers on one device."""
+        return {name: error for name, error in self.errors.items() if not isnan(error)}
 
     def __str__(self) -> str:
         name, error = self.worst
@@ -120,9 +125,10 @@ def assert_equivalent(
     A model in evaluation (`model.eval()`) is compared in evaluation; in pipeline stages its gradients are not
     compared. Dropout is off on both sides in any case.
 
-    Raises AssertionError where a tensor is off by more than `rtol`, or is there on one side only; UnsupportedError,
-    which names the ops, for a model that draws random numbers otherwise; InputError for one on meta, and for one that
-    cannot be pickled.
+    Raises AssertionError where a tensor is off by more than `rtol`, or is there on one side only, and where it is NaN
+    on one device; with float32 inside such tensors are named and left out. Raises UnsupportedError, which names the
+    ops, for a model that draws random numbers otherwise; InputError for one on meta, and for one that cannot be
+    pickled.
     """
     sizes = dict(mesh or {"dp": 2, "tp": 2})
     model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
@@ -139,7 +145,15 @@ def assert_equivalent(
         comparison = compare(model, sizes, inputs, dtype, lifted=lifted, device_type=device_type, **options)
         print(f"{type(model).__name__} on {sizes}{'' if lifted else ', float32 inside'}: {comparison}")
         comparisons.append(comparison)
-        name, error = comparison.worst
+        undefined = [name for name, error in comparison.errors.items() if isnan(error)]
+        if undefined and lifted:
+            raise AssertionError(
+                f"{type(model).__name__} on one device gives NaN for {undefined[0]}: there is nothing to compare, give "
+                "other inputs"
+            )
+        if undefined:
+            print(f"  left out, because it is NaN on one device: {', '.join(undefined)}")
+        name, error = replace(comparison, errors=comparison.defined).worst
         if not error <= tolerance:
             raise AssertionError(
                 f"{type(model).__name__} on {sizes} is not what it is on one device"
@@ -502,6 +516,10 @@ def _error(got: Tensor, expected: Tensor, floor: float) -> float:
     if torch.equal(got, expected):
         return 0.0
     if not (expected.is_floating_point() or expected.is_complex()):
+        return float("inf")
+    if expected.isnan().any():
+        return float("nan")
+    if got.isnan().any():
         return float("inf")
     # Infinite elements, as of masks, must be the same; the others are compared.
     unequal = got != expected

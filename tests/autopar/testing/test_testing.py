@@ -288,3 +288,31 @@ def _checkpointed(reentrant: bool) -> float:
 def test_models_that_compute_again(reentrant: bool) -> None:
     """A plan has its own choice of what is computed again; what is lifted in the forward pass is compared."""
     assert max(run_ranks(_checkpointed, 2, reentrant)) < 1e-9
+
+
+class Undefined(nn.Module):
+    """A root whose gradient is NaN at zero; `inside` float32, which the checker lifts, only where numbers are large."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 4)
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """x: [rows, 8]."""
+        scores = self.linear(x)
+        if self.inside:
+            large = (scores * 1e200).float()
+            return {"loss": scores.sum(), "large": large - large}
+        return {"loss": (scores - scores).sqrt().sum() + scores.sum(), "large": scores}
+
+
+def test_what_is_no_number_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """There is nothing to compare it with; with float32 inside, where numbers may be too large, it is left out."""
+    x = {"x": torch.randn(4, 8)}
+    with pytest.raises(AssertionError, match="on one device gives NaN for gradient of linear"):
+        assert_equivalent(Undefined(False), {"dp": 2}, x)
+    found = assert_equivalent(Undefined(True), {"dp": 2}, x)
+    assert found.errors["output ['large']"] == 0.0
+    assert "left out, because it is NaN on one device: output ['large']" in capsys.readouterr().out
