@@ -16,13 +16,15 @@ _SOURCE = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
 def without_vmap(graph_module: GraphModule) -> None:
-    """Replace the levels of vmap in a graph, and what stands between them, by ops on all elements, in place."""
-    graph = graph_module.graph
-    for node in list(graph.nodes):
-        if node.target == VMAP_IDLE:
-            graph.erase_node(node)
-    for part in list(_parts(graph)):
-        _replace(graph_module, part)
+    """Replace the levels of vmap in a graph and in its subgraphs, and the ops between them, by ops on all elements, in
+    place."""
+    for module in graph_module.modules():
+        if isinstance(module, GraphModule):
+            for node in list(module.graph.nodes):
+                if node.target == VMAP_IDLE:
+                    module.graph.erase_node(node)
+            for part in list(_parts(module.graph)):
+                _replace(module, part)
 
 
 def _parts(graph: Graph) -> Iterator[list[Node]]:
@@ -43,7 +45,8 @@ def _parts(graph: Graph) -> Iterator[list[Node]]:
 def _replace(graph_module: GraphModule, part: Sequence[Node]) -> None:
     """Replace a part of the graph by its trace."""
     graph = graph_module.graph
-    constants = [node for node in part if node.op == "get_attr"]
+    # Subgraphs stay where they are called.
+    constants = [node for node in part if node.op == "get_attr" and _is_tensor(graph_module, node)]
     for node in constants:
         part[0].prepend(node)
     inside = dict.fromkeys(node for node in part if node not in constants)
@@ -66,6 +69,11 @@ def _replace(graph_module: GraphModule, part: Sequence[Node]) -> None:
                     known[node].target = _kept(graph_module, getattr(traced, str(node.target)))
     for node in reversed(inside):
         graph.erase_node(node)
+
+
+def _is_tensor(graph_module: GraphModule, node: Node) -> bool:
+    """Whether an attribute that a node gets is a tensor."""
+    return isinstance(getattr(graph_module, str(node.target), None), torch.Tensor)
 
 
 def _kept(graph_module: GraphModule, constant: object) -> str:

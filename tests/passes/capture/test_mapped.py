@@ -83,3 +83,20 @@ def test_equal_to_one_device(
     given = {name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in inputs.items()}
     comparison = compare(model(), mesh, given, torch.float64, cluster="ideal")
     assert comparison.worst[1] <= 1e-12, str(comparison)
+
+
+def test_levels_without_gradients() -> None:
+    """Around a level, and inside of one."""
+
+    def around(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.vmap(lambda row: row * row.sum())(x)
+
+    def inside(row: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = row.sum()
+        return row * scale
+
+    for function in (around, lambda x: torch.vmap(inside)(x)):
+        kinds = [op.kind for op in normalized(Apply(function), x=X).ops]
+        assert [kind for kind in kinds if kind not in ("detach", "reshape")] == ["sum", "mul"]
