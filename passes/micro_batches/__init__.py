@@ -250,7 +250,7 @@ class _Cutter(Draft):
     def _reason(self, op: Op) -> str:
         """Why an op cannot run in one micro-batch."""
         read = {name for other in self.program.ops for name in other.operands}
-        if read.isdisjoint(op.results):
+        if read.isdisjoint(op.results) and not any(self.types[name].shape == () for name in op.results):
             return f"{op.key}, an output, needs the whole batch (outputs='scalars' returns scalars alone)"
         sums = [name for name in op.operands if self.placements[name] == P or name in self.apart]
         if len(sums) < len(op.operands) or self.couples:

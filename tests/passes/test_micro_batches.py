@@ -191,6 +191,21 @@ def test_what_crosses_the_batch_is_refused(loss: object, op: str) -> None:
         micro_batches(_traced(loss), 2)
 
 
+def test_outputs_of_single_samples_are_refused() -> None:
+    """They can be left out, as the loss cannot."""
+
+    class Apart(_Model):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {**super().forward(x, y), "first": self.inner(x)[0]}
+
+    inputs = {"x": torch.randn(8, 4), "y": torch.zeros(8, dtype=torch.int64)}
+    with pytest.raises(MicroBatchError, match=r"select, an output, needs the whole batch \(outputs='scalars' returns"):
+        micro_batches(_program(Apart(nn.functional.cross_entropy), **inputs), 2)
+    with pytest.raises(MicroBatchError) as refused:
+        micro_batches(_traced(lambda x, y: x.sum(0).prod()), 2)
+    assert "outputs=" not in str(refused.value)
+
+
 def test_pairs_of_samples_are_refused() -> None:
     """They could be cut so that pairs stay together, but samples must stand for themselves."""
 
