@@ -114,15 +114,13 @@ def settings(forward: inspect.Signature, inputs: Mapping[str, object], objective
 
 @contextlib.contextmanager
 def without_inner_caches(model: nn.Module, objective: str) -> Iterator[None]:
-    """Within, models that are parts of `model` keep no cache in training, for which it has no argument to pass on. What
-    changes in configurations within is undone."""
-    parts = pretrained_parts(model)
+    """Within, models of `transformers` inside of `model` keep no cache in training; `settings` says so to one that is
+    `model` itself. Changes of configurations within are undone."""
     with _same_configurations(model):
-        for part in parts if objective == "train" and parts != [model] else ():
-            for own in part.modules():
-                for config in _configurations(own):
-                    if hasattr(config, "use_cache"):
-                        config.use_cache = False
+        if objective == "train" and not is_huggingface(model):
+            for config in _configurations(model):
+                if hasattr(config, "use_cache"):
+                    config.use_cache = False
         yield
 
 
@@ -135,11 +133,10 @@ def tracing(model: nn.Module, inputs: Mapping[str, object], objective: str) -> I
     Masks stay where the model is given one, and where it is given positions that may pack several sequences into one.
     A module around a model may give it any.
     """
-    parts = pretrained_parts(model)
-    if not parts:
+    if not pretrained_parts(model):
         yield
         return
-    packed = parts != [model] or inputs.get("position_ids") is not None
+    packed = not is_huggingface(model) or inputs.get("position_ids") is not None
     with contextlib.ExitStack() as stack:
         register_caches(model)
         masks = importlib.import_module("transformers.masking_utils")
@@ -164,8 +161,7 @@ def tracing(model: nn.Module, inputs: Mapping[str, object], objective: str) -> I
 def _same_configurations(model: nn.Module) -> Iterator[None]:
     """Afterwards the configurations are as before. A classifier sets its `problem_type` by the first labels that it
     gets: those of a trace are an example."""
-    found = {id(item): item for part in model.modules() for item in _configurations(part)}
-    before = [(vars(item), dict(vars(item))) for item in found.values()]
+    before = [(vars(item), dict(vars(item))) for item in _configurations(model)]
     try:
         yield
     finally:
@@ -174,11 +170,10 @@ def _same_configurations(model: nn.Module) -> Iterator[None]:
             now.update(values)
 
 
-def _configurations(part: nn.Module) -> Iterator[object]:
-    """The configuration of a module, if it has one."""
-    found = vars(part).get("config")
-    if hasattr(found, "__dict__"):
-        yield found
+def _configurations(model: nn.Module) -> list[object]:
+    """The configurations of a model and of its parts, each once."""
+    found = {id(item): item for part in model.modules() if hasattr(item := vars(part).get("config"), "__dict__")}
+    return list(found.values())
 
 
 def register_caches(model: nn.Module) -> None:

@@ -91,7 +91,7 @@ def test_changes_that_cannot_be_followed_are_refused() -> None:
 
 
 def test_changes_of_detached_tensors() -> None:
-    """Where no gradient flows they are changes of the tensor; where one does, it would not know of them."""
+    """They change the tensor itself where it has no gradient, and are refused where it has one."""
 
     def counted(x: Tensor) -> Tensor:
         ones = torch.ones(4, 6)
