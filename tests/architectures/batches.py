@@ -1,7 +1,7 @@
 """Batches for tiny models, by what a model takes: one function for each kind."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -102,8 +102,26 @@ def image_text(config: Any, samples: int, length: int) -> Batch:
     return {**batch, "pixel_values": pictures(config, samples)}
 
 
-def in_places(count: int) -> Kind:
-    """Texts with an image in each, which takes `count` tokens, and what a model asks for besides."""
+def _image_sizes(config: Any, tokens: Tensor) -> Tensor:
+    """Of an image in tiles, an overview and four, or of one in a single tile."""
+    ways = 2 if _is_tiled(config) else 1
+    return torch.tensor([[ways * config.vision_config.image_size] * 2] * len(tokens))
+
+
+def _is_tiled(config: Any) -> bool:
+    return bool(getattr(config, "image_grid_pinpoints", None))
+
+
+# Further inputs of models that read images, from the tokens.
+_FURTHER: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
+    "image_sizes": _image_sizes,
+    "token_type_ids": lambda config, tokens: (tokens == config.image_token_id).long(),
+    "qformer_input_ids": lambda config, tokens: ordinary_tokens(config, len(tokens), 6),
+}
+
+
+def in_places(count: int, *further: str) -> Kind:
+    """Texts with an image in each, which takes `count` tokens, and the `further` inputs of a model."""
 
     def kind(config: Any, samples: int, length: int) -> Batch:
         tokens = ordinary_tokens(config, samples, count + length)
@@ -111,16 +129,8 @@ def in_places(count: int) -> Kind:
         places = tokens == config.image_token_id
         batch = {"input_ids": tokens, "labels": labels_of(tokens).masked_fill(places, -100)}
         size = config.vision_config.image_size
-        tiles = len(getattr(config, "image_grid_pinpoints", None) or ())
-        # A tiled image is an overview and four tiles.
-        batch["pixel_values"] = normal(samples, 5, 3, size, size) if tiles else pictures(config, samples)
-        if tiles or config.model_type == "mistral3":
-            batch["image_sizes"] = torch.tensor([[2 * size if tiles else size] * 2] * samples)
-        if config.model_type == "gemma3":
-            batch["token_type_ids"] = places.long()
-        if config.model_type == "instructblip":
-            batch["qformer_input_ids"] = ordinary_tokens(config, samples, 6)
-        return batch
+        batch["pixel_values"] = normal(samples, 5, 3, size, size) if _is_tiled(config) else pictures(config, samples)
+        return {**batch, **{name: _FURTHER[name](config, tokens) for name in further}}
 
     return kind
 

@@ -56,23 +56,31 @@ def vision_text() -> Iterator[Architecture]:
         vision_feature_layers=[-1, -2],
         unused=("*.post_layernorm.*",),
     )
-    placed: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
-        "gemma3": ("Gemma3ForConditionalGeneration", 4, {"mm_tokens_per_image": 4, "unused": _HEAD}),
-        "cohere2_vision": ("Cohere2VisionForConditionalGeneration", 4, {"unused": _HEAD}),
-        "aya_vision": ("AyaVisionForConditionalGeneration", 4, {"unused": (*_HEAD, "*.post_layernorm.*")}),
-        "got_ocr2": ("GotOcr2ForConditionalGeneration", 1, {}),
-        "ovis2": ("Ovis2ForConditionalGeneration", 16, {}),
-        "blip-2": ("Blip2ForConditionalGeneration", 4, {"num_query_tokens": 4}),
-        "instructblip": ("InstructBlipForConditionalGeneration", 4, {"num_query_tokens": 4}),
-        "mistral3": ("Mistral3ForConditionalGeneration", 4, {}),
-        "llava_next": ("LlavaNextForConditionalGeneration", 88, {**_TILED, "unused": ("*.post_layernorm.*",)}),
+    placed: Mapping[str, tuple[str, tuple[int, *tuple[str, ...]], Mapping[str, Any]]] = {
+        "gemma3": (
+            "Gemma3ForConditionalGeneration",
+            (4, "token_type_ids"),
+            {"mm_tokens_per_image": 4, "unused": _HEAD},
+        ),
+        "cohere2_vision": ("Cohere2VisionForConditionalGeneration", (4,), {"unused": _HEAD}),
+        "aya_vision": ("AyaVisionForConditionalGeneration", (4,), {"unused": (*_HEAD, "*.post_layernorm.*")}),
+        "got_ocr2": ("GotOcr2ForConditionalGeneration", (1,), {}),
+        "ovis2": ("Ovis2ForConditionalGeneration", (16,), {}),
+        "blip-2": ("Blip2ForConditionalGeneration", (4,), {"num_query_tokens": 4}),
+        "instructblip": ("InstructBlipForConditionalGeneration", (4, "qformer_input_ids"), {"num_query_tokens": 4}),
+        "mistral3": ("Mistral3ForConditionalGeneration", (4, "image_sizes"), {}),
+        "llava_next": (
+            "LlavaNextForConditionalGeneration",
+            (88, "image_sizes"),
+            {**_TILED, "unused": ("*.post_layernorm.*",)},
+        ),
         "llava_onevision": (
             "LlavaOnevisionForConditionalGeneration",
-            88,
+            (88, "image_sizes"),
             {**_TILED, "unused": (*_HEAD, "*.post_layernorm.*")},
         ),
     }
-    for name, (stock, count, own) in placed.items():
-        made = stock_model(name, stock, in_places(count), image_token_id=63, **own)
+    for name, (stock, batch, own) in placed.items():
+        made = stock_model(name, stock, in_places(*batch), image_token_id=63, **own)
         # By default images take another number of tokens.
         yield replace(made, large=None)
