@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import isnan, prod
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
@@ -24,6 +22,15 @@ from autopar.api import parallelize
 from autopar.models import huggingface
 from autopar.models.losses import Loss, with_loss
 from autopar.options import OBJECTIVES
+from autopar.testing.errors import (
+    buffer_errors,
+    gradient_errors,
+    largest_element,
+    leaves_of,
+    output_errors,
+    scalars_of,
+    whole_tensor,
+)
 from autopar.testing.randomness import RandomOps, WithoutDropout
 from autopar.testing.ranks import RankError, preload, run_ranks
 from passes._torch import pytree
@@ -43,11 +50,6 @@ __all__ = [
     "run_ranks",
 ]
 
-# Errors are relative to at least this part of the model's largest gradient (of a parameter, or of an output, over which
-# those of parameters are sums), or updated buffer. A tolerance of 1e-9 in float64 is then as much as 45 roundings of
-# it, one of 1e-4 in float32 one: gradients that are small because their addends cancel have such errors on a single
-# device, too.
-_FLOOR = {torch.float64: 1e-5, torch.float32: 1e-3}
 # Tolerance for float32 inside a float64 model.
 _FLOAT32_TOLERANCE = 1e-4
 
@@ -332,10 +334,10 @@ def compare_on_mesh(
     in_parts = training and (in_stages or distributed.plan.programs[objective].micro_batches > 1)
     with _comparable(None):
         got = distributed.forward_backward(**inputs) if in_parts else distributed(**inputs)
-    theirs, ours = _leaves(expected), _leaves(got)
+    theirs, ours = leaves_of(expected), leaves_of(got)
     if distributed.plan.outputs == "scalars":
-        theirs, ours = _scalars(theirs), _scalars(ours)
-    errors = dict(_output_errors(ours, theirs, in_stages))
+        theirs, ours = scalars_of(theirs), scalars_of(ours)
+    errors = dict(output_errors(ours, theirs, in_stages))
     errors.update(buffer_errors(distributed, model, before, in_stages))
     leaves = [leaf for leaf in pytree.tree_leaves(got) if isinstance(leaf, Tensor)]
     if training or (objective == "train" and any(leaf.requires_grad for leaf in leaves)):
@@ -347,8 +349,8 @@ def compare_on_mesh(
         for leaf in addends:
             leaf.retain_grad()
         _backward(expected)
-        largest = _largest(*(leaf.grad for leaf in addends), *(item.grad for item in model.parameters()))
-        errors.update(_gradient_errors(distributed, model, in_stages, largest))
+        largest = largest_element(*(leaf.grad for leaf in addends), *(item.grad for item in model.parameters()))
+        errors.update(gradient_errors(distributed, model, in_stages, largest))
     return Comparison(_of_all_ranks(errors, theirs, expected, model) if in_stages else errors)
 
 
@@ -408,122 +410,16 @@ def _comparable(lifted: torch.dtype | None) -> Iterator[None]:
         yield
 
 
-def _output_errors(
-    ours: Mapping[str, object], theirs: Mapping[str, object], in_stages: bool
-) -> Iterator[tuple[str, float]]:
-    """The error of every leaf of the output, by path; infinite where the leaves are not the same. A rank whose stage
-    does not compute a leaf has None."""
-    if in_stages:
-        ours = {path: leaf for path, leaf in ours.items() if leaf is not None}
-        theirs = {path: leaf for path, leaf in theirs.items() if path in ours}
-    if ours.keys() != theirs.keys():
-        yield "output structure", float("inf")
-        return
-    for path, other in theirs.items():
-        mine, name = ours[path], f"output {path}"
-        if isinstance(other, Tensor):
-            yield name, _error(_whole(mine).detach(), other.detach(), 0.0) if isinstance(mine, Tensor) else float("inf")
-        else:
-            yield name, 0.0 if mine == other else float("inf")
-
-
-def buffer_errors(
-    distributed: nn.Module, model: nn.Module, before: Mapping[str, Tensor], in_stages: bool
-) -> Iterator[tuple[str, float]]:
-    """Buffers after the call, which updates some: the mean of a norm's input may be nothing but rounding errors. A rank
-    has those of its stages."""
-    own = dict(distributed.named_buffers())
-    changed = {
-        name: buffer
-        for name, buffer in model.named_buffers()
-        if buffer.is_floating_point() and buffer.numel() and not torch.equal(buffer, before[name])
-    }
-    largest = max((buffer.abs().nan_to_num(0.0, 0.0).max().item() for buffer in changed.values()), default=0.0)
-    for name, buffer in model.named_buffers():
-        if in_stages and name not in own:
-            continue
-        floor = _FLOOR.get(buffer.dtype, 1e-3) * largest if name in changed else 0.0
-        yield f"buffer {name}", _error(_whole(own[name]), buffer, floor)
-
-
-def _leaves(output: object) -> dict[str, object]:
-    """The leaves of an output by their paths, in the order of these: some models fill in an output in another order
-    than that of its fields."""
-    leaves, _ = pytree.tree_flatten_with_path(output)
-    return dict(sorted(((pytree.keystr(path), leaf) for path, leaf in leaves), key=itemgetter(0)))
-
-
-def _scalars(leaves: Mapping[str, object]) -> dict[str, object]:
-    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.dim() == 0}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _backward(output: object) -> None:
     """From the loss, or from a fixed weighting of all outputs where there is none that has a gradient."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or not loss.requires_grad:
-        leaves = [leaf for leaf in _leaves(output).values() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        leaves = [leaf for leaf in leaves_of(output).values() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         generator = torch.Generator().manual_seed(0)
         weighted = (
             (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype).to(whole.device)).sum()
-            for whole in map(_whole, leaves)
+            for whole in map(whole_tensor, leaves)
         )
         loss = sum(weighted, torch.zeros(()))
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-
-
-def _gradient_errors(
-    distributed: nn.Module, model: nn.Module, in_stages: bool, largest: float
-) -> Iterator[tuple[str, float]]:
-    """The error of every gradient; `largest` is the largest of them and of their addends. A rank has the parameters of
-    its stages."""
-    own = dict(distributed.named_parameters(remove_duplicate=not in_stages))
-    expected = dict(model.named_parameters())
-    if in_stages:
-        names = dict(model.named_parameters(remove_duplicate=False))
-        if set(own) - set(names):
-            yield "parameter names", float("inf")
-        expected = {name: parameter for name, parameter in expected.items() if name in own}
-    elif set(own) != set(expected):
-        yield "parameter names", float("inf")
-        return
-    for name, parameter in expected.items():
-        mine, other = own[name].grad, parameter.grad
-        if mine is None or other is None:
-            yield f"gradient of {name}", 0.0 if mine is other or not parameter.numel() else float("inf")
-        else:
-            yield f"gradient of {name}", _error(_whole(mine), _dense(other), _FLOOR.get(other.dtype, 1e-3) * largest)
-
-
-def _largest(*gradients: Tensor | None) -> float:
-    """The largest element of gradients, those that are there."""
-    given = [_dense(gradient) for gradient in gradients if gradient is not None and gradient.numel()]
-    return max((gradient.abs().max().item() for gradient in given), default=0.0)
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    """A gradient of a table with `sparse=True` too: those of a distributed module are dense."""
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _error(got: Tensor, expected: Tensor, floor: float) -> float:
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return float("inf")
-    if torch.equal(got, expected):
-        return 0.0
-    if not (expected.is_floating_point() or expected.is_complex()):
-        return float("inf")
-    if expected.isnan().any():
-        return float("nan")
-    if got.isnan().any():
-        return float("inf")
-    # Infinite elements, as of masks, must be the same; the others are compared.
-    unequal = got != expected
-    difference = (got[unequal] - expected[unequal]).abs().max().item()
-    finite = expected[expected.isfinite()].abs()
-    largest = finite.max().item() if finite.numel() else 0.0
-    return difference / max(largest, floor, 1e-300)

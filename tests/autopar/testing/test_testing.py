@@ -10,7 +10,8 @@ from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
 import autopar
-from autopar.testing import assert_equivalent, buffer_errors, compare_on_mesh, run_ranks
+from autopar.testing import assert_equivalent, compare_on_mesh, run_ranks
+from autopar.testing.errors import buffer_errors
 from autopar.testing.randomness import WithoutDropout
 from tests.models import gpt2, llama, tokens
 
