@@ -8,6 +8,7 @@ the original: while any thread has a replacement, the attribute is a dispatcher 
 """
 
 import ast
+import importlib.util
 import inspect
 import linecache
 import os
@@ -29,8 +30,6 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = tuple(f"{_ROOT / room}{os.sep}" for room in ("autopar", "passes"))
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
-# Of transformers only these files are models; the others serve them.
-_SERVING, _MODELS = f"{os.sep}transformers{os.sep}", f"{os.sep}transformers{os.sep}models{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,21 @@ def lines_of_node(node: torch.fx.Node) -> list[Line]:
 def _models(lines: Sequence[Line]) -> Line | None:
     """The first of some lines that is the model's; else the first that is not torch's, ours or Python's."""
     others = [line for line in lines if not is_foreign(line.file)]
-    models = [line for line in others if _SERVING not in line.file or _MODELS in line.file]
+    models = [line for line in others if not _serves(line.file)]
     return next(iter(models or others), None)
+
+
+def _serves(file: str) -> bool:
+    """Whether a file is one of the package transformers that serves its models, and no model itself."""
+    folder = _transformers_folder()
+    return folder is not None and file.startswith(folder) and not file.startswith(f"{folder}models{os.sep}")
+
+
+@cache
+def _transformers_folder() -> str | None:
+    """The folder of the package transformers, if it is installed."""
+    found = importlib.util.find_spec("transformers")
+    return None if found is None or found.origin is None else os.path.dirname(found.origin) + os.sep
 
 
 @cache

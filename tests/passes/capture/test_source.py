@@ -3,12 +3,16 @@
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import pytest
 import torch
+import transformers
 
 from passes.capture.source import Line, construct, line_of_frame, line_of_node, line_of_traceback
+
+TRANSFORMERS = Path(transformers.__file__).parent
 
 
 def _raising() -> None:
@@ -57,9 +61,10 @@ def node(*files: str) -> torch.fx.Node:
         (["/home/me/model.py"], "/home/me/model.py"),
         (["/home/me/model.py", torch.__file__], "/home/me/model.py"),
         (["/home/me/model.py", "/home/me/helpers.py"], "/home/me/helpers.py"),
-        (["/p/transformers/models/x/modeling_x.py", "/p/transformers/masking_utils.py"],) * 2,
-        (["/home/me/model.py", "/p/transformers/masking_utils.py"], "/home/me/model.py"),
-        (["/p/transformers/masking_utils.py"], "/p/transformers/masking_utils.py"),
+        ([f"{TRANSFORMERS}/models/x/modeling_x.py", f"{TRANSFORMERS}/masking_utils.py"],) * 2,
+        (["/home/me/model.py", f"{TRANSFORMERS}/masking_utils.py"], "/home/me/model.py"),
+        ([f"{TRANSFORMERS}/masking_utils.py"], f"{TRANSFORMERS}/masking_utils.py"),
+        (["/home/me/train.py", "/home/me/transformers/layers.py"], "/home/me/transformers/layers.py"),
         ([torch.__file__], None),
         ([], None),
     ],
