@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 #   public, their classes are not.
 # TorchDispatchMode, without_modes: documented for users, under a private module. `without_modes()` leaves all modes of
 #   the thread, function modes not included.
-# FakeTensorMode: tensors without memory on a real device; on meta models and kernels go other ways.
+# FakeTensor, FakeTensorMode: tensors without memory on a real device; on meta models and kernels go other ways.
 # DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode: the errors of a trace that
 #   needs values. `torch.export` raises them, or errors that they are the cause of.
 # ShapeEnv, DimDynamic, StatelessSymbolicContext, SymbolicContext, free_unbacked_symbols: the symbols of a trace. An
@@ -66,6 +66,7 @@ __all__ = [
     "DataDependentOutputException",
     "DimDynamic",
     "DynamicOutputShapeException",
+    "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "HigherOrderOperator",

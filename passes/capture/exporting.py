@@ -33,6 +33,7 @@ from passes._torch import (
     pytree,
     schema_of,
 )
+from passes.capture.caches import caches_kept
 from passes.capture.mapped import without_vmap
 from passes.capture.source import (
     Line,
@@ -184,7 +185,7 @@ def _exported(
         answers = Values(given, constants, read, Loops(lengths, __file__))
         stack = ExitStack()
         contexts: tuple[AbstractContextManager[object], ...] = (
-            *(answers, checks_pass(answers), Rewording(), state_kept(module, read.changed)),
+            *(answers, checks_pass(answers), Rewording(), caches_kept(module), state_kept(module, read.changed)),
             *more,
         )
         for context in contexts:

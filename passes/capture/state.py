@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,19 @@ from passes.capture.source import UntraceableError, line_of_frame, replaced
 # The function of torch that enters the mode around a decorated one.
 _DECORATED = "decorate_context"
 
+_Items = dict[object, object]
+
+# Where a module has its parameters and buffers.
+_TENSORS = ("_parameters", "_buffers")
+
 # Numbers in attributes of a module, by path and name; tensors with the address of the object, which they keep alive.
 _Attributes = dict[str, object]
 
 
 @contextmanager
 def state_kept(module: nn.Module, changed: dict[str, None]) -> Iterator[None]:
-    """Enter around a forward pass of `module`. Adds to `changed` the attributes that hold another number or tensor
-    afterwards, by path.
+    """Enter around a traced forward pass of `module`. Adds to `changed` the attributes that hold another number or
+    tensor afterwards, by path; then all attributes are as they were before, so that none holds a tensor of the trace.
 
     Raises UntraceableError where random numbers are drawn by others than torch (by any thread: all share these
     generators), where torch's are seeded, and where inference mode is entered.
@@ -46,20 +51,52 @@ def state_kept(module: nn.Module, changed: dict[str, None]) -> Iterator[None]:
         )
 
     attributes, drawn = _attributes(module), _generators()
+    contents = [_Contents(part) for part in module.modules()]
     with (
         replaced(torch.inference_mode, "__enter__", refuse_inference) as entered,
         replaced(torch, "manual_seed", refuse_seed),
     ):
         before = cast(Callable[[torch.inference_mode], None], entered)
-        yield
+        try:
+            yield
+        finally:
+            now = _attributes(module)
+            for part in contents:
+                part.restore()
     for name, state in _generators().items():
         if state != drawn.get(name):
             raise UntraceableError(
                 f"it draws random numbers with {name}, which would be the same in every call: draw them with torch",
                 None,
             )
-    now = _attributes(module)
     changed.update(dict.fromkeys(name for name in sorted({*now, *attributes}) if now.get(name) != attributes.get(name)))
+
+
+class _Contents:
+    """The attributes of one module, and the items of those that are dicts and lists."""
+
+    def __init__(self, part: nn.Module) -> None:
+        own = vars(part)
+        self._tensors = [(own[name], set(own[name])) for name in _TENSORS]
+        self._dicts = [(value, dict(value)) for name, value in own.items() if _is_dict(value) and name not in _TENSORS]
+        self._dicts.append((cast(_Items, own), dict(cast(_Items, own))))
+        self._lists = [(value, list(value)) for value in own.values() if type(value) is list]
+
+    def restore(self) -> None:
+        """Give all of them what they had; parameters and buffers are only taken out where they were not there."""
+        for tensors, names in self._tensors:
+            for name in [name for name in tensors if name not in names]:
+                del tensors[name]
+        for now, before in self._dicts:
+            for name in [name for name in now if name not in before]:
+                del now[name]
+            now.update({name: value for name, value in before.items() if now.get(name) is not value})
+        for items, kept in self._lists:
+            items[:] = kept
+
+
+def _is_dict(value: object) -> TypeGuard[_Items]:
+    return type(value) is dict
 
 
 def _owner(frame: FrameType) -> str:

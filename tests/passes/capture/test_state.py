@@ -106,3 +106,31 @@ def test_attributes_that_change_are_a_warning(
     said = [item.getMessage() for item in caplog.records if "a forward pass of _Given" in item.getMessage()]
     assert len(said) == bool(changed)
     assert all(f"changes its {changed}, which it may read in the next one" in text for text in said)
+
+
+def _several(model: _Given, x: Tensor) -> Tensor:
+    model.inner.table = torch.ones(6)
+    model.inner.register_buffer("sine", torch.ones(6))
+    model.tables[6], model.steps[0] = x.detach(), x.detach()
+    model.steps.append(x.detach())
+    return x * model.inner.table * model.inner.sine
+
+
+@pytest.mark.parametrize("function", [_counts, _keeps, _flags, _several])
+def test_attributes_are_as_before(function: Callable[[_Given, Tensor], Tensor]) -> None:
+    """Of all parts, and what is in dicts and lists: the model runs after a trace as it did before."""
+    model = _Given(function)
+    model.tables, model.steps = {5: torch.zeros(5)}, [torch.zeros(1)]
+    before = {path: dict(vars(part)) for path, part in model.named_modules()}
+    table, step = model.tables[5], model.steps[0]
+    captured(model, x=X)
+    for path, part in model.named_modules():
+        assert vars(part).keys() == before[path].keys()
+        # torch makes new dicts and lists of tensors.
+        others = {name: value for name, value in vars(part).items() if name not in ("tables", "steps")}
+        assert all(value is before[path][name] for name, value in others.items())
+    assert list(model.tables) == [5]
+    assert model.tables[5] is table
+    assert len(model.steps) == 1
+    assert model.steps[0] is step
+    assert "sine" not in model.inner._buffers

@@ -1,0 +1,112 @@
+"""Caches outside of modules: a trace leaves none of its tensors in them."""
+
+import functools
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes._torch import FakeTensor
+from tests.passes.helpers import captured
+
+_TABLES: dict[int, Tensor] = {}
+_PAIRS: dict[int, tuple[Tensor, float]] = {}
+
+
+@functools.lru_cache(maxsize=4)
+def _table(length: int) -> Tensor:
+    return torch.arange(length).cos()
+
+
+@functools.cache
+def _squared(number: int) -> int:
+    return number**2
+
+
+def _in_function(model: "_Scaled", length: int) -> Tensor:
+    return _table(length)
+
+
+def _in_method(model: "_Scaled", length: int) -> Tensor:
+    return model.table(length)
+
+
+def _in_static_method(model: "_Scaled", length: int) -> Tensor:
+    return model.other_table(length)
+
+
+def _in_dict(model: "_Scaled", length: int) -> Tensor:
+    if length not in _TABLES:
+        _TABLES[length] = torch.arange(length).cos()
+    return _TABLES[length]
+
+
+def _in_pair(model: "_Scaled", length: int) -> Tensor:
+    if length not in _PAIRS:
+        _PAIRS[length] = torch.arange(length).cos(), 1.0
+    return _PAIRS[length][0]
+
+
+def _in_class(model: "_Scaled", length: int) -> Tensor:
+    if length not in model.tables:
+        model.tables[length] = torch.arange(length).cos()
+    return model.tables[length]
+
+
+class _Scaled(nn.Module):
+    """Scales its input by a table, which is kept in one place or another."""
+
+    tables: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    @functools.cache  # noqa: B019 (what models do)
+    def table(self, length: int) -> Tensor:
+        """[length]"""
+        return torch.arange(length).cos()
+
+    @staticmethod
+    @functools.cache
+    def other_table(length: int) -> Tensor:
+        """[length]"""
+        return torch.arange(length).cos()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, length]."""
+        return x * PLACES[self.place](self, x.shape[1])
+
+
+PLACES = {
+    "a function": _in_function,
+    "a method": _in_method,
+    "a static method": _in_static_method,
+    "a dict": _in_dict,
+    "a dict of pairs": _in_pair,
+    "a dict of a class": _in_class,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_model_runs_as_before(place: str) -> None:
+    """After a trace, whether or not the table was there before it."""
+    model, x = _Scaled(place), torch.ones(2, 6)
+    expected = torch.arange(6).cos() * x
+    for _ in range(2):
+        captured(model, x=x)
+        found = model(x)
+        assert not isinstance(found, FakeTensor)
+        assert torch.equal(found, expected)
+
+
+def test_other_entries_stay() -> None:
+    """What the trace did not make."""
+    _TABLES[3] = torch.arange(3).cos()
+    kept = _TABLES[3]
+    _squared(3)
+    captured(_Scaled("a dict"), x=torch.ones(2, 5))
+    assert _TABLES[3] is kept
+    assert 5 not in _TABLES
+    assert _squared.cache_info().currsize == 1
