@@ -86,7 +86,13 @@ def expression(code: Scope, op: Op) -> str:
             given.append(code.value(value))
         elif not item.has_default_value() or value != freeze(item.default_value):
             given.append(_named(name, code.value(value)))
-    return f"{_operator(op.target)}({', '.join(given)})"
+    called = f"{_operator(op.target)}({', '.join(given)})"
+    return f"{called}[0]" if len(op.results) == 1 and _returns_list(op) else called
+
+
+def _returns_list(op: Op) -> bool:
+    """Whether an operator returns a list of tensors, which may have one alone."""
+    return any(str(item.type) == "List[Tensor]" for item in schema_of(op.overload).returns)
 
 
 def _named(name: str, value: str) -> str:

@@ -90,10 +90,9 @@ def canonical(program: Program, kept: Set[str] = frozenset()) -> Program:
         value = rewrite(rewriter, op) if rewrite else KEEP
         if value is KEEP:
             rewriter.ops.append(op)
-        elif len(op.results) == 1:
-            rewriter.replaced[op.results[0]] = value
         else:
-            rewriter.replaced.update(zip(op.results, listed(value), strict=True))
+            values = value if isinstance(value, tuple) else (value,)
+            rewriter.replaced.update(zip(op.results, values, strict=True))
     return rewriter.finish()
 
 

@@ -103,7 +103,10 @@ def joined(rewriter: Rewriter, op: Op, parts: list[Ref], dim: int) -> Ref:
 
 
 def _reshape(rewriter: Rewriter, op: Op) -> Argument:
-    return reshaped(rewriter, op, only(op), rewriter.types[op.results[0]].shape)
+    """A reshape of one tensor, or of each of a list."""
+    sources = op.arguments.get("tensors", (only(op),))
+    shapes = [rewriter.types[name].shape for name in op.results]
+    return tuple(reshaped(rewriter, op, source, shape) for source, shape in zip(listed(sources), shapes, strict=True))
 
 
 def _expand(rewriter: Rewriter, op: Op) -> Argument:
