@@ -41,16 +41,17 @@ def output_errors(
 def buffer_errors(
     distributed: nn.Module, model: nn.Module, before: Mapping[str, Tensor], in_stages: bool
 ) -> Iterator[tuple[str, float]]:
-    """Buffers after the call, which updates some: the mean of a norm's input may be nothing but rounding errors. A rank
-    has those of its stages."""
+    """The buffers that were there `before`, after the call, which updates some: the mean of a norm's input may be
+    nothing but rounding errors. A rank has those of its stages."""
     own = dict(distributed.named_buffers())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in before}
     changed = {
         name: buffer
-        for name, buffer in model.named_buffers()
+        for name, buffer in buffers.items()
         if buffer.is_floating_point() and buffer.numel() and not torch.equal(buffer, before[name])
     }
     largest = max((buffer.abs().nan_to_num(0.0, 0.0).max().item() for buffer in changed.values()), default=0.0)
-    for name, buffer in model.named_buffers():
+    for name, buffer in buffers.items():
         if in_stages and name not in own:
             continue
         floor = _FLOOR.get(buffer.dtype, 1e-3) * largest if name in changed else 0.0

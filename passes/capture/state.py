@@ -77,16 +77,17 @@ class _Contents:
 
     def __init__(self, part: nn.Module) -> None:
         own = vars(part)
-        self._tensors = [(own[name], set(own[name])) for name in _TENSORS]
+        self._tensors = [(own[name], dict(own[name])) for name in _TENSORS]
         self._dicts = [(value, dict(value)) for name, value in own.items() if _is_dict(value) and name not in _TENSORS]
         self._dicts.append((cast(_Items, own), dict(cast(_Items, own))))
         self._lists = [(value, list(value)) for value in own.values() if type(value) is list]
 
     def restore(self) -> None:
-        """Give all of them what they had; parameters and buffers are only taken out where they were not there."""
-        for tensors, names in self._tensors:
-            for name in [name for name in tensors if name not in names]:
+        """Give all of them what they had; parameters and buffers are only taken out where there were none."""
+        for tensors, had in self._tensors:
+            for name in [name for name in tensors if name not in had]:
                 del tensors[name]
+            tensors.update({name: None for name, tensor in had.items() if tensor is None})
         for now, before in self._dicts:
             for name in [name for name in now if name not in before]:
                 del now[name]

@@ -250,6 +250,28 @@ def test_infinite_and_complex_elements() -> None:
     assert dict(buffer_errors(models[1], models[0], before, in_stages=False)) == {"buffer mask": float("inf")}
 
 
+class Tabled(nn.Module):
+    """Makes a table when it first runs, and keeps it in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.score = nn.Linear(8, 4)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """x: [rows, 8]."""
+        if self.table is None:
+            self.register_buffer("table", torch.arange(4, device=x.device).to(x.dtype).cos(), persistent=False)
+        return {"loss": (self.score(x) * self.table).square().sum()}
+
+
+def test_buffers_that_are_made_by_a_call() -> None:
+    """The model has none before, and the trace leaves none."""
+    found = assert_equivalent(Tabled(), {"dp": 2, "tp": 2}, {"x": torch.randn(4, 8)})
+    assert set(found.errors) == {"output ['loss']", "gradient of score.weight", "gradient of score.bias"}
+
+
 class Spectral(nn.Module):
     """A layer whose weights multiply frequencies, and that has more than tensors in its state."""
 
