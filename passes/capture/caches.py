@@ -8,16 +8,30 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeGuard
+from typing import Protocol, TypeGuard
 
 from torch import nn
 
 from passes._torch import FakeTensor
 from passes.capture.source import is_foreign
 
-if TYPE_CHECKING:
-    _Cached = functools._lru_cache_wrapper[object]
+# What `functools.cache` and `functools.lru_cache` make of a function.
+_CACHED = type(functools.cache(len))
 _Values = dict[object, object]
+
+
+class _Info(Protocol):
+    misses: int
+
+
+class _Cached(Protocol):
+    """A function whose results are kept."""
+
+    def cache_info(self) -> _Info:
+        """Counts of its calls."""
+
+    def cache_clear(self) -> None:
+        """Forget the results."""
 
 
 @contextmanager
@@ -36,7 +50,7 @@ def caches_kept(module: nn.Module) -> Iterator[None]:
                 del values[key]
 
 
-def _caches(module: nn.Module) -> "list[_Cached]":
+def _caches(module: nn.Module) -> list[_Cached]:
     return [value for value in _attributes(module) if _is_cached(value)]
 
 
@@ -58,8 +72,8 @@ def _attributes(module: nn.Module) -> Iterator[object]:
                     yield item.__func__ if isinstance(item, staticmethod | classmethod) else item
 
 
-def _is_cached(value: object) -> "TypeGuard[_Cached]":
-    return isinstance(value, functools._lru_cache_wrapper)
+def _is_cached(value: object) -> TypeGuard[_Cached]:
+    return isinstance(value, _CACHED)
 
 
 def _has_fakes(value: object) -> bool:

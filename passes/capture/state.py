@@ -10,15 +10,13 @@ from typing import TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
+from passes._torch import TABLES
 from passes.capture.source import UntraceableError, line_of_frame, replaced
 
 # The function of torch that enters the mode around a decorated one.
 _DECORATED = "decorate_context"
 
 _Items = dict[object, object]
-
-# Where a module has its parameters and buffers.
-_TENSORS = ("_parameters", "_buffers")
 
 # Numbers in attributes of a module, by path and name; tensors with the address of the object, which they keep alive.
 _Attributes = dict[str, object]
@@ -77,13 +75,13 @@ class _Contents:
 
     def __init__(self, part: nn.Module) -> None:
         own = vars(part)
-        self._tensors = [(own[name], dict(own[name])) for name in _TENSORS]
-        self._dicts = [(value, dict(value)) for name, value in own.items() if _is_dict(value) and name not in _TENSORS]
+        self._tensors = [(own[name], dict(own[name])) for name in TABLES if name in own]
+        self._dicts = [(value, dict(value)) for name, value in own.items() if _is_dict(value) and name not in TABLES]
         self._dicts.append((cast(_Items, own), dict(cast(_Items, own))))
         self._lists = [(value, list(value)) for value in own.values() if type(value) is list]
 
     def restore(self) -> None:
-        """Give all of them what they had; parameters and buffers are only taken out where there were none."""
+        """Give all of them what they had. Of parameters, buffers and parts, those that are new are taken out."""
         for tensors, had in self._tensors:
             for name in [name for name in tensors if name not in had]:
                 del tensors[name]
