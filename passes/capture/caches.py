@@ -1,11 +1,12 @@
 """Caches that the code of a model keeps outside of its modules: a trace leaves none of its tensors in them.
 
-Models keep tables in `functools.lru_cache`, or in dicts of a module of Python or of a class. A tensor of the trace in
-one would be read by the next call of the model.
+Models keep tables in `functools.lru_cache`, in global variables, in attributes of classes, and in dicts there. A tensor
+of the trace in one would be read by the next call of the model.
 """
 
 import functools
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeGuard
@@ -17,7 +18,8 @@ from passes.capture.source import is_foreign
 
 # What `functools.cache` and `functools.lru_cache` make of a function.
 _CACHED = type(functools.cache(len))
-_Values = dict[object, object]
+# Subclasses may compute their items when they are asked for them.
+_DICTS = (dict, OrderedDict, defaultdict)
 
 
 class _Info(Protocol):
@@ -36,44 +38,56 @@ class _Cached(Protocol):
 
 @contextmanager
 def caches_kept(module: nn.Module) -> Iterator[None]:
-    """Enter around a traced forward pass of `module`. Afterwards empties the caches of functions that it added to, and
-    removes its tensors from dicts, in all that is imported of the packages that its modules are from."""
-    before = {id(function): function.cache_info().misses for function in _caches(module)}
+    """Enter around a traced forward pass of `module`. Afterwards no fake tensor is in the caches of the packages that
+    its modules are from: functions whose caches were added to forget them all, global variables and attributes of
+    classes have their values from before, and entries of dicts are removed."""
+    owners = _owners(module)
+    # Each owner is kept, so that its id stays its own.
+    before = {id(owner): (owner, dict(vars(owner))) for owner in owners}
+    misses = {function: function.cache_info().misses for owner in owners for function in _functions(owner)}
     try:
         yield
     finally:
-        for function in _caches(module):
-            if function.cache_info().misses > before.get(id(function), 0):
-                function.cache_clear()
-        for values in _dicts(module):
-            for key in [key for key, value in values.items() if _has_fakes(value)]:
-                del values[key]
+        for owner in _owners(module):
+            _, values = before.get(id(owner), (owner, {}))
+            for name in [name for name, value in list(vars(owner).items()) if _has_fakes(value)]:
+                if name in values:
+                    setattr(owner, name, values[name])
+                else:
+                    delattr(owner, name)
+            for entries in [value for value in list(vars(owner).values()) if _is_dict(value)]:
+                for key in [key for key, value in entries.items() if _has_fakes(value)]:
+                    del entries[key]
+            for function in _functions(owner):
+                if function.cache_info().misses > misses.get(function, 0):
+                    function.cache_clear()
 
 
-def _caches(module: nn.Module) -> list[_Cached]:
-    return [value for value in _attributes(module) if _is_cached(value)]
-
-
-def _dicts(module: nn.Module) -> list[_Values]:
-    return [value for value in _attributes(module) if type(value) is dict]
-
-
-def _attributes(module: nn.Module) -> Iterator[object]:
-    """The attributes of modules of Python, and of the classes in them, of the packages that `module` is from."""
+def _owners(module: nn.Module) -> list[object]:
+    """The imported modules of the packages that `module` is from, and the classes that are defined in them."""
     packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
+    found: list[object] = []
     for name, imported in list(sys.modules.items()):
         file = getattr(imported, "__file__", None)
-        if name.partition(".")[0] not in packages or (file is not None and is_foreign(file)):
-            continue
-        for value in list(vars(imported).values()):
-            yield value
-            if isinstance(value, type) and value.__module__ == name:
-                for item in list(vars(value).values()):
-                    yield item.__func__ if isinstance(item, staticmethod | classmethod) else item
+        if name.partition(".")[0] in packages and not (file is not None and is_foreign(file)):
+            own = list(vars(imported).values())
+            found += [imported, *(item for item in own if isinstance(item, type) and item.__module__ == name)]
+    return found
+
+
+def _functions(owner: object) -> list[_Cached]:
+    """The functions and methods of a module or a class whose results are kept."""
+    items = list(vars(owner).values())
+    own = (item.__func__ if isinstance(item, staticmethod | classmethod) else item for item in items)
+    return [item for item in own if _is_cached(item)]
 
 
 def _is_cached(value: object) -> TypeGuard[_Cached]:
     return isinstance(value, _CACHED)
+
+
+def _is_dict(value: object) -> TypeGuard[dict[object, object]]:
+    return type(value) in _DICTS
 
 
 def _has_fakes(value: object) -> bool:

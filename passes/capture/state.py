@@ -18,9 +18,6 @@ _DECORATED = "decorate_context"
 
 _Items = dict[object, object]
 
-# Numbers in attributes of a module, by path and name; tensors with the address of the object, which they keep alive.
-_Attributes = dict[str, object]
-
 
 @contextmanager
 def state_kept(module: nn.Module, changed: dict[str, None]) -> Iterator[None]:
@@ -48,8 +45,7 @@ def state_kept(module: nn.Module, changed: dict[str, None]) -> Iterator[None]:
             line_of_frame(sys._getframe(1)),
         )
 
-    attributes, drawn = _attributes(module), _generators()
-    contents = [_Contents(part) for part in module.modules()]
+    drawn, contents = _generators(), [_Contents(path, part) for path, part in module.named_modules()]
     with (
         replaced(torch.inference_mode, "__enter__", refuse_inference) as entered,
         replaced(torch, "manual_seed", refuse_seed),
@@ -58,7 +54,7 @@ def state_kept(module: nn.Module, changed: dict[str, None]) -> Iterator[None]:
         try:
             yield
         finally:
-            now = _attributes(module)
+            found = sorted(name for part in contents for name in part.changed())
             for part in contents:
                 part.restore()
     for name, state in _generators().items():
@@ -67,26 +63,35 @@ def state_kept(module: nn.Module, changed: dict[str, None]) -> Iterator[None]:
                 f"it draws random numbers with {name}, which would be the same in every call: draw them with torch",
                 None,
             )
-    changed.update(dict.fromkeys(name for name in sorted({*now, *attributes}) if now.get(name) != attributes.get(name)))
+    changed.update(dict.fromkeys(found))
 
 
 class _Contents:
-    """The attributes of one module, and the items of those that are dicts and lists."""
+    """The attributes of the module at a path, and the items of those that are dicts and lists."""
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, path: str, part: nn.Module) -> None:
         own = vars(part)
-        self._tensors = [(own[name], dict(own[name])) for name in TABLES if name in own]
+        self.path = path
+        self._own = cast(_Items, own), dict(cast(_Items, own))
+        self._tables = [(own[name], dict(own[name])) for name in TABLES if name in own]
         self._dicts = [(value, dict(value)) for name, value in own.items() if _is_dict(value) and name not in TABLES]
-        self._dicts.append((cast(_Items, own), dict(cast(_Items, own))))
         self._lists = [(value, list(value)) for value in own.values() if type(value) is list]
+
+    def changed(self) -> Iterator[str]:
+        """The paths of attributes that hold another number or tensor than before; flags are no numbers."""
+        now, before = ({name: item for name, item in own.items() if _is_value(item)} for own in self._own)
+        for name in {*now, *before}:
+            one, other = now.get(name), before.get(name)
+            if one is not other and (isinstance(one, Tensor) or isinstance(other, Tensor) or one != other):
+                yield f"{self.path}.{name}".lstrip(".")
 
     def restore(self) -> None:
         """Give all of them what they had. Of parameters, buffers and parts, those that are new are taken out."""
-        for tensors, had in self._tensors:
+        for tensors, had in self._tables:
             for name in [name for name in tensors if name not in had]:
                 del tensors[name]
             tensors.update({name: None for name, tensor in had.items() if tensor is None})
-        for now, before in self._dicts:
+        for now, before in (self._own, *self._dicts):
             for name in [name for name in now if name not in before]:
                 del now[name]
             now.update({name: value for name, value in before.items() if now.get(name) is not value})
@@ -96,6 +101,10 @@ class _Contents:
 
 def _is_dict(value: object) -> TypeGuard[_Items]:
     return type(value) is dict
+
+
+def _is_value(value: object) -> bool:
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
 
 
 def _owner(frame: FrameType) -> str:
@@ -111,13 +120,3 @@ def _generators() -> dict[str, object]:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         found["numpy.random"] = (kind, keys.tobytes(), *rest)
     return found
-
-
-def _attributes(module: nn.Module) -> _Attributes:
-    """Numbers and tensors in attributes of all parts of `module`, but for parameters, buffers and flags."""
-    return {
-        f"{path}.{name}".lstrip("."): (id(value), value) if isinstance(value, Tensor) else value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-    }

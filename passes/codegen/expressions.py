@@ -92,7 +92,7 @@ def expression(code: Scope, op: Op) -> str:
 
 def _returns_list(op: Op) -> bool:
     """Whether an operator returns a list of tensors, which may have one alone."""
-    return any(str(item.type) == "List[Tensor]" for item in schema_of(op.overload).returns)
+    return [str(item.type) for item in schema_of(op.overload).returns] == ["List[Tensor]"]
 
 
 def _named(name: str, value: str) -> str:

@@ -1,6 +1,7 @@
 """Caches outside of modules: a trace leaves none of its tensors in them."""
 
 import functools
+from collections import OrderedDict
 from typing import ClassVar
 
 import pytest
@@ -12,6 +13,8 @@ from tests.passes.helpers import captured
 
 _TABLES: dict[int, Tensor] = {}
 _PAIRS: dict[int, tuple[Tensor, float]] = {}
+_ORDERED: OrderedDict[int, Tensor] = OrderedDict()
+_last: Tensor | None = None
 
 
 @functools.lru_cache(maxsize=4)
@@ -48,7 +51,26 @@ def _in_pair(model: "_Scaled", length: int) -> Tensor:
     return _PAIRS[length][0]
 
 
-def _in_class(model: "_Scaled", length: int) -> Tensor:
+def _in_ordered_dict(model: "_Scaled", length: int) -> Tensor:
+    if length not in _ORDERED:
+        _ORDERED[length] = torch.arange(length).cos()
+    return _ORDERED[length]
+
+
+def _in_global_variable(model: "_Scaled", length: int) -> Tensor:
+    global _last
+    if _last is None:
+        _last = torch.arange(length).cos()
+    return _last
+
+
+def _in_attribute_of_class(model: "_Scaled", length: int) -> Tensor:
+    if not hasattr(_Scaled, "last"):
+        _Scaled.last = torch.arange(length).cos()
+    return _Scaled.last
+
+
+def _in_dict_of_class(model: "_Scaled", length: int) -> Tensor:
     if length not in model.tables:
         model.tables[length] = torch.arange(length).cos()
     return model.tables[length]
@@ -58,6 +80,7 @@ class _Scaled(nn.Module):
     """Scales its input by a table, which is kept in one place or another."""
 
     tables: ClassVar[dict[int, Tensor]] = {}
+    last: ClassVar[Tensor]
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -85,7 +108,10 @@ PLACES = {
     "a static method": _in_static_method,
     "a dict": _in_dict,
     "a dict of pairs": _in_pair,
-    "a dict of a class": _in_class,
+    "an ordered dict": _in_ordered_dict,
+    "a global variable": _in_global_variable,
+    "a class": _in_attribute_of_class,
+    "a dict of a class": _in_dict_of_class,
 }
 
 
@@ -102,7 +128,7 @@ def test_the_model_runs_as_before(place: str) -> None:
 
 
 def test_other_entries_stay() -> None:
-    """What the trace did not make."""
+    """Entries that the trace did not make, and caches of functions that it did not call."""
     _TABLES[3] = torch.arange(3).cos()
     kept = _TABLES[3]
     _squared(3)
