@@ -75,8 +75,11 @@ def _steps(sizes: tuple[int, ...], options: Mapping[str, object]) -> float:
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [((2, 2), {}), ((2,), {"micro_batches": 2}), ((2,), {"recompute": "full"})],
-    ids=["on 2 x 2", "micro-batches", "recompute"],
+    [
+        pytest.param((2, 2), {}, id="on 2 x 2"),
+        pytest.param((2,), {"micro_batches": 2}, id="micro-batches", marks=pytest.mark.slow),
+        pytest.param((2,), {"recompute": "full"}, id="recompute", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_in_evaluation(sizes: tuple[int, ...], options: Mapping[str, object]) -> None:
     """Equal to one device, at other sizes, too, and between evaluations without gradients and training."""
@@ -142,9 +145,9 @@ def _in_stages(cut: str) -> list[float]:
     "cut",
     [
         "bert.embeddings.dropout/dropout",
-        "bert.encoder.layer.0.intermediate.dense",
-        "/cross_entropy_loss",
-        "dropout/dropout",
+        pytest.param("bert.encoder.layer.0.intermediate.dense", marks=pytest.mark.slow),
+        pytest.param("/cross_entropy_loss", marks=pytest.mark.slow),
+        pytest.param("dropout/dropout", marks=pytest.mark.slow),
     ],
 )
 def test_evaluation_is_cut_where_training_is(cut: str) -> None:

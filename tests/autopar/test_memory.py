@@ -37,6 +37,7 @@ def _check(model: nn.Module, mesh: str, inputs: dict[str, torch.Tensor], **optio
     assert predicted == measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
@@ -114,6 +115,7 @@ def test_copies_are_counted() -> None:
     _check(MODELS["llama"](num_hidden_layers=7), "2", tokens(length=4), optimizer="sgd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "seed"),
     [
@@ -132,6 +134,7 @@ def test_random_plans(name: str, mesh: str, seed: int) -> None:
         _check(MODELS[name](), mesh, tokens(length=8))
 
 
+@pytest.mark.slow
 def test_statistics_of_norms() -> None:
     """They are kept in the dtype that is computed in: so the CPU does it, unlike CUDA."""
     with solved_by(partial(random_solution, random.Random(1))):
@@ -182,6 +185,7 @@ STORED_TOO: list[_Stored] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers", "mesh", "stored", "again", "options"),
     [*STORED, *(pytest.param(*case, marks=pytest.mark.slow) for case in STORED_TOO)],

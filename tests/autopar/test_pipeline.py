@@ -321,7 +321,10 @@ def test_decisions_are_not_cut_twice(monkeypatch):
     assert len(tried) == 1
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1", "gpipe"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", "zb_h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved_1f1b", "gpipe"))],
+)
 def test_cuts_are_chosen_by_the_bytes_of_the_plan(schedule, monkeypatch):
     """The bytes of stages by which cuts and recompute are chosen are those that the plan says."""
     compared = []
@@ -347,6 +350,7 @@ def test_cuts_are_chosen_by_the_bytes_of_the_plan(schedule, monkeypatch):
     assert all(chosen == said for chosen, said in compared)
 
 
+@pytest.mark.slow
 def test_memory_of_slower_cuts_is_not_simulated(monkeypatch):
     """Of the cuts that are lowered the fastest is simulated first, and no slower one where it fits."""
     lowered, simulated = [], []
@@ -374,7 +378,7 @@ def test_memory_of_slower_cuts_is_not_simulated(monkeypatch):
     assert only.step.seconds.total == fast
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved_1f1b", marks=pytest.mark.slow)])
 def test_more_memory_is_not_slower(schedule):
     """Plans that fit in less memory fit in more, with steps that are no longer, where stages have to recompute."""
     model, asked = large(), Pipeline(schedule=schedule)
@@ -398,6 +402,7 @@ def test_stages_that_do_not_fit_after_all_are_refused(near, monkeypatch):
         planned({"pp": 2}, micro_batches=4, pipeline=asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_bounds_before_solving_lose_no_plan(share, monkeypatch):
     """Levels of recompute that are excluded before anything is solved are in no plan that is found without that."""

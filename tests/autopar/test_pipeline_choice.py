@@ -69,6 +69,7 @@ def test_there_is_none_where_it_cannot_be_faster():
     assert single.complete or not program.complete
 
 
+@pytest.mark.slow
 def test_low_limits_at_first_find_the_same(monkeypatch):
     """Pipelines that are searched below low limits first are those that are found below the only one."""
     cluster, tried = slow("h100", 5e8), []

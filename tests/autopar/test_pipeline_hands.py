@@ -450,6 +450,7 @@ def _saved_by(rank: int, folder: Path) -> set[str]:
     return {name.removeprefix("app.model.") for name in found if name.startswith("app.model.")}
 
 
+@pytest.mark.slow
 def test_ranks_hold_the_bytes_of_their_stages(tmp_path: Path) -> None:
     """Parameters, gradients and states of the optimizer, in memory and on disk: no rank has those of others."""
     every = run_ranks(_bytes, 2, tmp_path)
@@ -756,6 +757,7 @@ def _lacking(schedule_name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "interleaved_1f1b", "zb_h1"))]
 )

@@ -52,6 +52,7 @@ def test_ranks_allocate_what_is_planned(name: str, ranks: int, options: Mapping[
         assert allocated == pytest.approx(planned, abs=_NUMBERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -145,6 +145,7 @@ def _residual(sizes: dict[str, int], **options: object) -> Subproblems:
         return _subproblems(model, sizes, {"x": torch.empty(64, 512, 1024)}, **options)
 
 
+@pytest.mark.slow
 def test_numbers_of_micro_batches_that_divide_over_an_axis() -> None:
     """Of 48 samples on 16 devices two micro-batches split unevenly, three do not: a bound on two is none on three."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 16}
@@ -301,6 +302,7 @@ def test_more_devices_would_fit(mesh: object) -> None:
     assert memory(planned(200e3, {"dp": 4} if isinstance(mesh, dict) else 4)) <= 200e3
 
 
+@pytest.mark.slow
 def test_nothing_would_fit() -> None:
     with pytest.raises(InfeasibleError, match=rf"{TERMS}; nor does any fit with up to 128 devices: take a smaller"):
         planned(1e3)

@@ -1,5 +1,6 @@
 """A model is trained in two stages with the losses of one device."""
 
+import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.testing import run_ranks
@@ -11,6 +12,7 @@ def _on_ranks() -> tuple[float, float]:
     return pipeline.train(init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp")), steps=2)
 
 
+@pytest.mark.slow
 def test_stages_train_as_one_device() -> None:
     """Losses are equal; together the ranks hold each parameter once, and no rank all of them."""
     results = run_ranks(_on_ranks, 2)

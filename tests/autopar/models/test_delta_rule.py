@@ -69,6 +69,10 @@ def _kimi_linear() -> nn.Module:
 
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {"decays of heads": _qwen3_next, "of channels": _kimi_linear}
+SPLIT = [
+    pytest.param(_qwen3_next, id="decays of heads"),
+    pytest.param(_kimi_linear, id="of channels", marks=pytest.mark.slow),
+]
 
 
 def _given(length: int, *, state: bool, channels: bool = False) -> dict[str, Tensor]:
@@ -161,7 +165,7 @@ def test_another_rule_is_traced_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 @pytest.mark.parametrize("mesh", ["2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("4", "2x2"))])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("make", SPLIT)
 def test_heads_are_split(make: Callable[[], nn.Module], mesh: str) -> None:
     """Samples over dp, heads over tp: of linear attention, and of its scan."""
     constraints = {"@delta_scan": {"method": {axis: "batch" if axis == "dp" else "heads" for axis in MESHES[mesh]}}}
@@ -171,7 +175,7 @@ def test_heads_are_split(make: Callable[[], nn.Module], mesh: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("4", "2x2"))])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("make", SPLIT)
 def test_chunks_are_split(make: Callable[[], nn.Module], mesh: str) -> None:
     """The sequence over all axes, in layers between, convolutions and the scan, whose ranks pass states on."""
     axes, inputs = MESHES[mesh], tokens(1, 256)

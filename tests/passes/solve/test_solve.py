@@ -34,7 +34,7 @@ def _solve(case: Planning, memory: float = UNLIMITED) -> Solution:
     return solve(case.problem, case.cluster, Limits(memory, STATES), Configuration(case.mesh))
 
 
-@pytest.mark.parametrize("seed", _seeds(0, 60, {2, 3, 4, 6, 7}))
+@pytest.mark.parametrize("seed", _seeds(0, 60, {2, 4, 7}))
 def test_solver_equals_brute_force(seed: int) -> None:
     """No choice is faster than the solver's, and what the solver says it takes, it takes."""
     case = random_planning(seed, blocks=3 if seed % 4 == 3 else 0)
@@ -83,21 +83,21 @@ def _against_all(case: Planning, configuration: Configuration | None = None) -> 
         assert best * (1 - 2e-6) <= solution.bound <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", _seeds(100, 50, {101, 102, 103}))
+@pytest.mark.parametrize("seed", _seeds(100, 50, {101, 103}))
 def test_solver_equals_brute_force_within_memory(seed: int) -> None:
     """The same where memory is short. Both may make redistributions again in the backward pass instead of keeping what
     they give."""
     _against_all(_small(random_planning(seed, blocks=2 if seed % 4 == 3 else 0), seed - 100))
 
 
-@pytest.mark.parametrize("seed", _seeds(300, 50, {302, 306}))
+@pytest.mark.parametrize("seed", _seeds(300, 50, {302}))
 def test_solver_equals_brute_force_in_every_configuration(seed: int) -> None:
     """The same where parts run again, the batch comes in parts, and parameters travel once or with each part."""
     case = _small(random_planning(seed, blocks=2 + seed % 2), seed - 300)
     _against_all(case, random_configuration(case, seed - 300))
 
 
-@pytest.mark.parametrize("seed", _seeds(600, 40, {600, 605}))
+@pytest.mark.parametrize("seed", _seeds(600, 40, {600}))
 def test_solver_equals_brute_force_in_storing_parameters(seed: int) -> None:
     """The same where parameters may be stored whole or in parts, and are then gathered and reduced for every
     micro-batch or once for all; what is gathered in the forward pass is kept or gathered again."""
