@@ -36,7 +36,7 @@ from passes.search.configurations import any_number
 from passes.search.found import Found, MemorySimulator, found_choice, lowered_choice
 from passes.search.pipelines import best_pipeline
 from passes.search.progress import Progress
-from passes.search.refinement import best_choice, is_spent
+from passes.search.refinement import best_choice
 from passes.search.restrict import planned_methods, planned_solution, regathered, restricted
 from passes.search.space import PipelineChoices, Space
 from passes.search.stripes import decided_together, offering
@@ -247,7 +247,7 @@ def _replayed(
 def _next(subproblems: Subproblems, choice: Choice) -> Choice | None:
     """The best choice in less memory than `choice` was found with: under its configuration where that is near to it, or
     the effort is spent, else under all. None where there is none."""
-    limit_s = float("inf") if is_spent(subproblems) else choice.seconds * (1 + _NEAR)
+    limit_s = float("inf") if subproblems.is_spent else choice.seconds * (1 + _NEAR)
     progress = _under_same_configuration(subproblems, choice, Progress(limit_s=limit_s))
     return progress.best or best_choice(subproblems, Progress()).best
 

@@ -316,7 +316,8 @@ def within_limit(
 
 def explore(nodes: Iterable[SearchNode], subproblems: Subproblems, progress: Progress) -> Progress:
     """Expand `nodes`, and what becomes of them, until no bound is below the incumbent's step time. What may still hold
-    something better is open afterwards."""
+    something better is open afterwards. Where some choice is known and the effort is spent, nodes with a bound are left
+    out, and the others end when they have one."""
     numbers = count()
     queue = [(node.bound, next(numbers), node) for node in nodes]
     heapq.heapify(queue)
@@ -325,6 +326,9 @@ def explore(nodes: Iterable[SearchNode], subproblems: Subproblems, progress: Pro
         if not progress.may_improve(bound):
             progress = progress.leaving_out(bound)
             break
+        if bound > 0 and subproblems.is_spent and progress.cutoff < float("inf"):
+            progress = progress.leaving_out(bound)
+            continue
         following, progress = node.expand(subproblems, progress)
         for each in following:
             # Nodes with nothing better would keep the arrays of their solvers.

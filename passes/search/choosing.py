@@ -8,10 +8,11 @@ from passes.ir.mesh import Mesh
 from passes.lower.recompute import check_patterns
 from passes.search.configurations import configuration_text
 from passes.search.progress import Progress
-from passes.search.refinement import all_choices, best_choice, first_choice, is_spent, same_layouts
+from passes.search.refinement import all_choices, best_choice, first_choice, same_layouts
 from passes.search.space import Space
-from passes.search.stripes import has_uneven_work, in_stripes, offering, together
+from passes.search.stripes import in_stripes, offering, together
 from passes.search.subproblems import Choice, Subproblems
+from passes.search.uneven import has_uneven_work
 from passes.solve.gap import PROVEN
 
 
@@ -47,7 +48,7 @@ def searched(subproblems: Subproblems, limit_s: float = float("inf")) -> tuple[S
         return subproblems, progress
     wider = replace(subproblems, space=replace(space, divides_copies=True))
     progress = same_layouts(wider, progress)
-    if is_spent(wider):
+    if wider.is_spent:
         return wider, progress
     wider, found = _searched(wider, Progress(progress.incumbent, limit_s))
     return wider, _with_bound_of(progress, found, wider)
@@ -56,7 +57,7 @@ def searched(subproblems: Subproblems, limit_s: float = float("inf")) -> tuple[S
 def _with_bound_of(before: Progress, progress: Progress, subproblems: Subproblems) -> Progress:
     """The progress of a search that covers an earlier one unless its effort is spent: then the bound `before` holds for
     choices that were not searched again."""
-    if not is_spent(subproblems):
+    if not subproblems.is_spent:
         return progress
     return replace(progress, closed_bound=min(before.closed_bound, progress.closed_bound))
 
@@ -64,22 +65,25 @@ def _with_bound_of(before: Progress, progress: Progress, subproblems: Subproblem
 def _searched(subproblems: Subproblems, progress: Progress) -> tuple[Subproblems, Progress]:
     """The search of all subproblems for better choices than those so far.
 
-    Stripes are one layout more for most ops, which only uneven work pays for: where the first good choice without them
-    has that, or the best one, all is searched with them, first of all that choice. At last come stripes over several
-    axes together, where these have uneven work.
+    Stripes are one layout more for most ops, which only uneven work pays for. Where the first good choice without them
+    has that, or the best one, or an earlier one which is better than the best in stripes, all is searched with them,
+    first of all that choice. At last come stripes over several axes together, where these have uneven work.
     """
     limit_s, seen, before = progress.limit_s, list[Choice](), Progress()
     if not subproblems.space.in_stripes:
         progress = first_choice(subproblems, progress)
         if not _is_uneven(progress):
             progress = all_choices(subproblems, progress)
-        if not _is_uneven(progress):
+        uneven = progress.incumbent if _is_uneven(progress) else progress.uneven
+        if uneven is None:
             return subproblems, progress
-        assert progress.incumbent is not None
+        wider = offering(subproblems)
+        striped = in_stripes(wider, uneven, Progress(progress.incumbent, limit_s))
+        if uneven is not progress.incumbent and striped.incumbent is progress.incumbent:
+            return subproblems, progress
         before = progress
-        seen.append(progress.incumbent)
-        subproblems = offering(subproblems)
-        progress = in_stripes(subproblems, progress.incumbent, Progress(progress.incumbent, limit_s))
+        seen.append(uneven)
+        subproblems, progress = wider, striped
     progress = replace(progress, closed_bound=float("inf"))
     progress = all_choices(subproblems, first_choice(subproblems, progress))
     progress = _with_bound_of(before, progress, subproblems)

@@ -13,7 +13,7 @@ from passes.ir.lowered import Lowered, Variables
 from passes.ir.mesh import Mesh
 from passes.lower import lower
 from passes.micro_batches import MicroBatches
-from passes.search.refinement import covers_all, is_spent
+from passes.search.refinement import covers_all
 from passes.search.restrict import gathered_again
 from passes.search.subproblems import MicroBatchProgram, Subproblems
 from passes.variables import name_variables
@@ -111,7 +111,7 @@ def found_choice(
         # A pipeline is the best of those that were searched, and proven by `bound_s` alone.
         is_one = ranks == 1 and bool(seconds.total)
         gap = max(0.0, (solution.seconds - bound) / seconds.total) if is_one else 0.0
-        is_ended = space.any_shape and is_spent(subproblems)
+        is_ended = space.any_shape and subproblems.is_spent
         complete = ranks == 1 and covers_all(space, folded) and not is_ended
         devices = ranks * configuration.mesh.size
         bound_s = (1 - gap) * seconds.total if complete else subproblems.least_step_s(devices)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from passes.ir.errors import InfeasibleError
 from passes.search.subproblems import Choice, Subproblem, Subproblems
+from passes.search.uneven import has_uneven_work
 from passes.solve.gap import PROVEN
 
 
@@ -15,7 +16,8 @@ class Progress:
     `incumbent` is the best choice so far that fits; choices of `limit_s` seconds or more are of no interest, nor are
     those that are faster than the incumbent by a part of it below `tolerance`. `open` are the subproblems whose bound
     is below that and whose gap is not closed; `closed_bound` is a lower bound (seconds) on all that were closed or left
-    out. `effort` was spent on closing gaps. `errors` say why subproblems have no choice that fits.
+    out. `effort` was spent on closing gaps. `errors` say why subproblems have no choice that fits. `uneven` is the last
+    incumbent that splits in order what stripes would split evenly, where stripes are not offered.
     """
 
     incumbent: Choice | None = None
@@ -25,6 +27,7 @@ class Progress:
     closed_bound: float = float("inf")
     effort: float = 0.0
     errors: tuple[InfeasibleError, ...] = ()
+    uneven: Choice | None = None
 
     @property
     def cutoff(self) -> float:
@@ -59,7 +62,9 @@ class Progress:
         best = subproblem.solver.gap.best
         if best is None or best.seconds >= self.cutoff or not subproblems.fits(subproblem):
             return self
-        return replace(self, incumbent=Choice(subproblem, best))
+        incumbent = Choice(subproblem, best)
+        is_uneven = not subproblems.space.in_stripes and has_uneven_work(incumbent)
+        return replace(self, incumbent=incumbent, uneven=incumbent if is_uneven else self.uneven)
 
     def opening(self, subproblem: Subproblem, subproblems: Subproblems) -> "Progress":
         """The progress with a subproblem whose gap may hold something better."""

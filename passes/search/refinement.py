@@ -19,6 +19,7 @@ from passes.search.best_first import BRIEFLY, OnMesh, SearchNode, Unlimited, clo
 from passes.search.configurations import (
     any_number,
     chooses_recompute_apart,
+    is_undecided,
     limited_configurations,
     micro_batch_counts,
 )
@@ -41,8 +42,8 @@ _SEARCHED_WHOLLY = 3
 # adjacent axes run as one, a finer mesh is never slower than a coarser one, and mostly a very little faster.
 _HELPS = 5e-3
 # Units of effort of a search. After each such many, what is near to a choice must make the step faster by `_HELPS` more
-# to be of interest; after so many times as many, nothing more is looked at.
-_THOROUGHLY, _MOST = 10_000.0, 7
+# to be of interest.
+_THOROUGHLY = 10_000.0
 
 
 def best_choice(subproblems: Subproblems, progress: Progress) -> Progress:
@@ -82,11 +83,6 @@ def same_layouts(subproblems: Subproblems, progress: Progress) -> Progress:
         before.program, before.problem.only(choice.solution.picks), choice.solution.configuration
     )
     return close(subproblems, explore(_nodes(lambda: only, tuple(others), subproblems), subproblems, progress))
-
-
-def is_spent(subproblems: Subproblems) -> bool:
-    """Whether a search has spent so much effort that nothing more is looked at."""
-    return subproblems.memo.effort.total >= _MOST * _THOROUGHLY
 
 
 def _rest(subproblems: Subproblems, progress: Progress) -> Progress:
@@ -159,12 +155,18 @@ def _close(subproblems: Subproblems, progress: Progress) -> Progress:
     tolerant = _tolerant(subproblems, progress)
     if not tolerant.tolerance or progress.incumbent is None:
         return close(subproblems, tolerant)
-    return close(subproblems, tolerant, 0.0 if is_spent(subproblems) else BRIEFLY, BRIEFLY)
+    return close(subproblems, tolerant, 0.0 if subproblems.is_spent else BRIEFLY, BRIEFLY)
 
 
 def _tolerant(subproblems: Subproblems, progress: Progress) -> Progress:
     """The progress with the tolerance for the effort spent so far."""
-    return replace(progress, tolerance=_HELPS * int(subproblems.memo.effort.total / _THOROUGHLY))
+    return replace(progress, tolerance=_HELPS * int(subproblems.memo.effort.spent / _THOROUGHLY))
+
+
+def _is_thorough(subproblems: Subproblems) -> bool:
+    """Whether so much effort was spent that the number of copies that are recomputed fully is searched with the layouts
+    of the best choice alone, not with those near to it."""
+    return subproblems.memo.effort.spent >= _THOROUGHLY
 
 
 def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) -> Progress:
@@ -181,7 +183,7 @@ def _climb(subproblems: Subproblems, progress: Progress, seen: set[Hashable]) ->
         parent = progress.incumbent
         assert parent is not None
         for near in () if _is_faster(progress, before) else change(subproblems, parent):
-            if is_spent(subproblems):
+            if subproblems.is_spent:
                 return progress
             new = near.without(seen)
             seen.update(new.keys)
@@ -263,12 +265,16 @@ def _on_free_axes_in_other_configurations(subproblems: Subproblems, parent: Choi
         return
     own = before.configuration
     others = tuple(_other_configurations(subproblems, parent, own.micro_batches))
+    if _is_thorough(subproblems):
+        others = tuple(each for each in others if not is_undecided(each))
     for origins in _pairs_free(own.mesh):
         yield Near(partial(subproblems.refined, parent, own, origins), others, _free(origins))
     counts = list(micro_batch_counts(subproblems.space, subproblems.programs.program))
     at = counts.index(own.micro_batches)
     for count in {*counts[max(0, at - 1) : at + 2]} - {own.micro_batches}:
         every = tuple(_other_configurations(subproblems, parent, count))
+        if _is_thorough(subproblems):
+            every = tuple(each for each in every if not is_undecided(each))
         if every:
             yield Near(partial(subproblems.refined, parent, every[0], tuple(own.mesh.dimensions)), every, ())
 
@@ -289,7 +295,8 @@ def _near(
     for mesh, origins in meshes:
         configuration = replace(parent.subproblem.configuration, mesh=mesh)
         make = partial(subproblems.refined, parent, configuration, tuple(origins))
-        yield Near(make, any_number(configuration, parent.subproblem.program.folded), _free(origins))
+        numbers = any_number(configuration, parent.subproblem.program.folded)
+        yield Near(make, (configuration,) if _is_thorough(subproblems) else numbers, _free(origins))
 
 
 def _free(origins: Sequence[int | None]) -> tuple[int, ...]:

@@ -11,31 +11,28 @@ from functools import partial
 from math import prod
 
 from passes.ir.choices import Node
-from passes.ir.rule import Rule
 from passes.rules.following import ranks_by_start
 from passes.rules.strategies import AllowedMethods, axes_for_stripes, is_uneven, method_token
 from passes.search.best_first import Unbounded, close, explore
 from passes.search.meshes import is_searched_wholly
 from passes.search.progress import Progress
-from passes.search.subproblems import Choice, Memo, MicroBatchProgram, Subproblem, Subproblems
+from passes.search.subproblems import MOST_EFFORT, Choice, Memo, MicroBatchProgram, Subproblem, Subproblems
+from passes.search.uneven import may_be_in_stripes, rules_in_choice
+from passes.solve.limits import Effort
 
 # The methods of an axis on which every rank computes the same.
 _WHOLE = ("R", "I")
 
 
-def has_uneven_work(choice: Choice) -> bool:
-    """Whether some op of a choice splits in order what stripes would split evenly."""
-    return any(is_uneven(rule, methods) for rule, methods in _in_choice(choice))
-
-
 def offering(subproblems: Subproblems) -> Subproblems:
     """The subproblems with stripes offered on each axis by itself; on a mesh of two axes over both together, too, and
-    where the shapes of up to two axes are all."""
+    where the shapes of up to two axes are all. At least half of the effort of a search is left for them."""
     space = subproblems.space
     axes = sum(size > 1 for size in space.mesh.sizes)
     is_small = is_searched_wholly(space.mesh.size) if space.any_shape else axes == 2
     space = replace(space, in_stripes=True, together=(space.mesh.size,) if is_small else ())
-    return replace(subproblems, space=space, memo=Memo(costs=subproblems.memo.costs))
+    effort = Effort(min(subproblems.memo.effort.spent, MOST_EFFORT / 2))
+    return replace(subproblems, space=space, memo=Memo(costs=subproblems.memo.costs, effort=effort))
 
 
 def together(subproblems: Subproblems, choices: Sequence[Choice], progress: Progress) -> tuple[Subproblems, Progress]:
@@ -43,7 +40,7 @@ def together(subproblems: Subproblems, choices: Sequence[Choice], progress: Prog
     splits and may be in stripes; and the subproblems that offer these."""
     for choice in choices:
         sizes = choice.subproblem.mesh.sizes
-        for rule, methods in _in_choice(choice):
+        for rule, methods in rules_in_choice(choice):
             split = axes_for_stripes(rule, methods)
             idle = tuple(axis for axis, name in enumerate(methods) if name in _WHOLE and sizes[axis] > 1)
             ranks = prod(sizes[axis] for axis in (*split, *idle))
@@ -67,27 +64,12 @@ def decided_together(
 ) -> Iterator[int]:
     """The numbers of ranks of several axes of these `sizes` that are in stripes together by the decided `methods` of
     nodes."""
-    for op, rule in _may_be_in_stripes(program):
+    for op, rule in may_be_in_stripes(program):
         if op in methods and len(methods[op]) == len(sizes):
             axes = axes_for_stripes(rule, methods[op])
             for start, ranks in ranks_by_start(methods[op], sizes, axes).items():
                 if start > 1 and ranks not in sizes:
                     yield ranks
-
-
-def _may_be_in_stripes(program: MicroBatchProgram) -> Iterator[tuple[str, Rule]]:
-    """The keys and the rules of ops that have a method in stripes."""
-    for placed in program.analysis.placed:
-        if placed.rule is not None and any(method.in_stripes for method in placed.rule.joint.values()):
-            yield placed.op.key, placed.rule
-
-
-def _in_choice(choice: Choice) -> Iterator[tuple[Rule, Sequence[str]]]:
-    """The rules of the ops that may be in stripes, and the methods that they have in a choice."""
-    program, problem = choice.subproblem.program, choice.subproblem.problem
-    for key, rule in _may_be_in_stripes(program):
-        index = problem.index[program.folded.alike.get(key, key)]
-        yield rule, choice.solution.strategy(problem, index).methods
 
 
 def _at_other_digits(subproblems: Subproblems, parent: Choice, free: Collection[int]) -> Subproblem:

@@ -30,6 +30,9 @@ from passes.solve.limits import Effort, Limits
 from passes.solve.solver import Guess, Solver
 from passes.strategies import Analysis, analyze, planning_problem
 
+# Units of effort after which a search that knows some choice ends.
+MOST_EFFORT = 70_000.0
+
 
 @dataclass(frozen=True)
 class MicroBatchProgram:
@@ -228,6 +231,11 @@ class Subproblems:
         """Whether what is set aside under `configuration` is not its own, but that of others."""
         is_own = (levels_key(configuration), configuration.micro_batches) in self.reserves
         return not is_own and self.reserve(configuration) > 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether so much effort was spent that a search which knows some choice ends."""
+        return self.memo.effort.spent >= MOST_EFFORT
 
     def over(self, space: Space) -> "Subproblems":
         """The subproblems of another space over the same program."""

@@ -5,7 +5,7 @@ machine. A unit of effort is the work on a million array elements; calling NumPy
 differ in how long a unit takes, mostly about 3 ms, but not in how many units a problem takes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from passes.cost.cluster import GIB
 from passes.cost.memory import MemoryUse, largest_terms
@@ -22,24 +22,22 @@ class OutOfEffortError(Exception):
 
 @dataclass
 class Effort:
-    """Effort that was spent so far, in units: `spent` on one problem, and that on others which are `parts` of it."""
+    """Units of effort that were spent so far, with those of its parts, each of which counts in `whole`, too."""
 
     spent: float = 0.0
-    parts: "list[Effort]" = field(default_factory=list)
-
-    @property
-    def total(self) -> float:
-        """All effort, with that of the parts."""
-        return self.spent + sum(part.total for part in self.parts)
+    whole: "Effort | None" = None
 
     def add(self, elements: float, calls: int = 1) -> None:
         """Count operations on so many array elements in all, in so many `calls`."""
-        self.spent += (elements + calls * _CALL) / _UNIT
+        units = (elements + calls * _CALL) / _UNIT
+        counted: Effort | None = self
+        while counted is not None:
+            counted.spent += units
+            counted = counted.whole
 
     def part(self) -> "Effort":
         """The effort of a part."""
-        self.parts.append(Effort())
-        return self.parts[-1]
+        return Effort(whole=self)
 
 
 class InfeasibleProgramError(Exception):

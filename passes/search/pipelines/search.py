@@ -26,7 +26,6 @@ from passes.search.pipelines.cuts import NotBetterError
 from passes.search.pipelines.least_memory import LeastMemory
 from passes.search.pipelines.program import StagedProgram
 from passes.search.pipelines.staging import ZERO_BUBBLE, offered_pipelines, staged
-from passes.search.refinement import is_spent
 from passes.search.space import PipelineChoices, Space
 from passes.search.subproblems import Choice, Memo, Subproblems
 from passes.solve.limits import Effort
@@ -203,7 +202,7 @@ class _Search:
         memory: tuple[int, float] | None = next(memories)
         while memory is not None:
             pipelines = [pipeline for bound, pipeline in candidate.pipelines if bound < self.limit_s]
-            if not pipelines or (self.limit_s < float("inf") and is_spent(candidate.subproblems)):
+            if not pipelines or (self.limit_s < float("inf") and candidate.subproblems.is_spent):
                 return
             # Bounds that are known within more memory hold within less.
             within = replace(memo, bounds=dict(memo.bounds))

@@ -23,10 +23,10 @@ from passes.ir.mesh import Mesh
 from passes.normalize import normalize
 from passes.search import refinement
 from passes.search.best_first import ByStage, Unlimited, close, explore
-from passes.search.configurations import limited_configurations
+from passes.search.configurations import any_number, is_undecided, limited_configurations
 from passes.search.progress import Progress
 from passes.search.refinement import Near, _climb, best_choice
-from passes.search.subproblems import Choice, Memo, MicroBatchPrograms, Subproblem, Subproblems
+from passes.search.subproblems import MOST_EFFORT, Choice, Memo, MicroBatchPrograms, Subproblem, Subproblems
 from passes.solve import solve
 from passes.solve.limits import Effort
 from tests.models import llama, tokens
@@ -35,10 +35,10 @@ from tests.models import llama, tokens
 NODES = replace(CLUSTERS["h100"], name="pairs", node_size=2)
 
 
-def _asked(mesh: int | dict[str, int], limit: float, **options: object) -> Subproblems:
+def _asked(mesh: int | dict[str, int], limit: float, layers: int = 2, **options: object) -> Subproblems:
     """The subproblems of a tiny llama within a limit of memory (bytes)."""
     with torch.device("meta"):
-        model = llama()
+        model = llama(num_hidden_layers=layers)
     request = make_request(mesh, Options(cluster=NODES, micro_batches=1, **options))  # type: ignore[arg-type]
     info = read_model(model, tokens(batch=8), request)
     program = normalize(capture(model, info.inputs, tracing(model, info, request, "train")))
@@ -100,8 +100,14 @@ def test_what_is_open_is_closed_before_it_is_too_much(monkeypatch: pytest.Monkey
     assert len(progress.open) == 1
 
 
+class _Spending(SimpleNamespace):
+    """Subproblems of which the effort alone is known."""
+
+    is_spent = Subproblems.is_spent
+
+
 def _that_spent(effort: Effort) -> Subproblems:
-    return cast("Subproblems", SimpleNamespace(memo=Memo(effort=effort)))
+    return cast("Subproblems", _Spending(memo=Memo(effort=effort)))
 
 
 def test_the_more_effort_was_spent_the_more_a_choice_must_help(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +127,7 @@ def test_the_more_effort_was_spent_the_more_a_choice_must_help(monkeypatch: pyte
     _climb(_that_spent(effort), Progress(Choice(subproblem, solution)), set())
     helps = refinement._HELPS
     assert tolerances == [helps * each for each in (0, 0, 1, 2, 2, 3, 4, 4, 5, 6)]
-    assert effort.spent == pytest.approx(refinement._MOST * refinement._THOROUGHLY)
+    assert effort.spent == pytest.approx(MOST_EFFORT)
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.1])
@@ -139,3 +145,31 @@ def test_what_the_tolerance_leaves_out_is_in_the_bound(tolerance: float) -> None
     assert found.solution.bound <= best.seconds * (1 + 1e-6)
     assert found.solution.bound >= found.seconds * (1 - tolerance) * (1 - 1e-5)
     assert found.seconds * (1 - tolerance) <= best.seconds * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}, 4])
+def test_a_search_whose_effort_is_spent_bounds_what_it_leaves_out(mesh: int | dict[str, int]) -> None:
+    """A search ends at the first choice that fits where the effort is spent, and no choice of a whole search is faster
+    than its bound."""
+    whole, ended = _asked(mesh, 4e5), _asked(mesh, 4e5)
+    ended.memo.effort.spent = MOST_EFFORT
+    best, found = best_choice(whole, Progress()).best, best_choice(ended, Progress()).best
+    assert best is not None
+    assert found is not None
+    assert found.solution.bound <= best.seconds * (1 + 1e-6)
+    assert best.seconds <= found.seconds
+    assert ended.memo.effort.spent - MOST_EFFORT < whole.memo.effort.spent
+
+
+def test_neighbours_keep_the_number_of_copies_once_effort_was_spent() -> None:
+    """At first changed layouts have any number of copies that are recomputed fully, later that of the best choice."""
+    subproblems = _asked({"dp": 2, "tp": 2}, 4e5, layers=4)
+    mesh, program = subproblems.space.mesh, subproblems.programs.given(1)
+    own = Configuration(mesh, recompute={"model.layers.*": "full:2"})
+    parent = subproblems.subproblem(program, subproblems.problem(mesh, program), own)
+    choice = Choice(parent, Solution((), frozenset(), 1.0, 1.0, own))
+    some, none = any_number(own, program.folded)
+    assert is_undecided(some)
+    for spent, expected in ((0.0, (some, none)), (refinement._THOROUGHLY, (own,))):
+        subproblems.memo.effort.spent = spent
+        assert [near.configurations for near in refinement._on_free_axes(subproblems, choice)] == [expected]
