@@ -254,7 +254,8 @@ def _next(subproblems: Subproblems, choice: Choice) -> Choice | None:
 
 def _under_same_configuration(subproblems: Subproblems, choice: Choice, progress: Progress) -> Progress:
     """Search the choices of layouts that `choice` was found among under its configuration, with any number of copies
-    that are recomputed fully."""
+    that are recomputed fully, whatever effort was spent before."""
+    subproblems = subproblems.apart()
     configuration, folded = choice.subproblem.configuration, choice.subproblem.program.folded
     same = [under(0.0, lambda: choice.subproblem, each, subproblems) for each in any_number(configuration, folded)]
     return close(subproblems, explore(same, subproblems, progress))

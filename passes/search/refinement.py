@@ -73,11 +73,12 @@ def all_choices(subproblems: Subproblems, progress: Progress) -> Progress:
 
 
 def same_layouts(subproblems: Subproblems, progress: Progress) -> Progress:
-    """Search the layouts of the incumbent under all other configurations of the space with as many micro-batches."""
+    """Search the layouts of the incumbent under all other configurations of the space with as many micro-batches,
+    whatever effort was spent before."""
     choice = progress.incumbent
     if choice is None:
         return progress
-    before = choice.subproblem
+    subproblems, before = subproblems.apart(), choice.subproblem
     others = _other_configurations(subproblems, choice, before.configuration.micro_batches)
     only = subproblems.subproblem(
         before.program, before.problem.only(choice.solution.picks), choice.solution.configuration

@@ -54,7 +54,8 @@ def together(subproblems: Subproblems, choices: Sequence[Choice], progress: Prog
 
 def in_stripes(subproblems: Subproblems, choice: Choice, progress: Progress, free: Collection[int] = ()) -> Progress:
     """Search the choices that do what `choice` does, under its configuration, but at the digits that are offered now,
-    in order or in stripes, and on the axes `free` anything."""
+    in order or in stripes, and on the axes `free` anything, whatever effort was spent before."""
+    subproblems = subproblems.apart()
     node = Unbounded(0.0, partial(_at_other_digits, subproblems, choice, free))
     return close(subproblems, explore([node], subproblems, progress), 0.0)
 

@@ -237,6 +237,10 @@ class Subproblems:
         """Whether so much effort was spent that a search which knows some choice ends."""
         return self.memo.effort.spent >= MOST_EFFORT
 
+    def apart(self) -> "Subproblems":
+        """The subproblems with all of the effort of a search for a small part of it, which counts in this search."""
+        return replace(self, memo=replace(self.memo, effort=self.memo.effort.part()))
+
     def over(self, space: Space) -> "Subproblems":
         """The subproblems of another space over the same program."""
         return replace(self, space=space, memory_limit=space.memory_limit)
