@@ -82,6 +82,8 @@ _FALCON = {"hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 
 _BLOOM = {"hidden_size": 14336, "n_layer": 70, "n_head": 112, "vocab_size": 250880}
 _MAMBA2 = {"hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50288, "state_size": 128, "expand": 2,
            "head_dim": 64, "num_heads": 80, "n_groups": 1}  # fmt: skip
+_QWEN3_235B = _decoder(4096, 12288, 94, 64, 4, 151936, head_dim=128, num_experts=128, num_experts_per_tok=8,
+                       moe_intermediate_size=1536, **GROUPED)  # fmt: skip
 
 ROWS = (
     Row("llama-2-7b", "Llama", _decoder(4096, 11008, 32, 32, 32, 32000), 32, 128, 4096),
@@ -119,6 +121,7 @@ ROWS = (
     Row("deepseek-v3", "DeepseekV3", GROUPED, 2048, 2048, 4096),
     Row("mamba2-2.7b", "Mamba2", _MAMBA2, 64, 64, 2048),
     Row("qwen3-next-80b", "Qwen3Next", GROUPED, 256, 512, 4096),
+    Row("qwen3-235b", "Qwen3Moe", _QWEN3_235B, 512, 512, 4096),
     Row("granite-3.1-8b", "Granite", _decoder(4096, 12800, 40, 32, 8, 49152), 64, 256, 4096),
     Row("starcoder2-15b", "Starcoder2", _decoder(6144, 24576, 40, 48, 4, 49152, sliding_window=None), 64, 256, 4096),
     Row("command-r-35b", "Cohere", _decoder(8192, 22528, 40, 64, 64, 256000), 128, 256, 4096),

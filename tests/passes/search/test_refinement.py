@@ -173,3 +173,14 @@ def test_neighbours_keep_the_number_of_copies_once_effort_was_spent() -> None:
     for spent, expected in ((0.0, (some, none)), (refinement._THOROUGHLY, (own,))):
         subproblems.memo.effort.spent = spent
         assert [near.configurations for near in refinement._on_free_axes(subproblems, choice)] == [expected]
+
+
+def test_a_small_search_apart_has_an_effort_of_its_own() -> None:
+    """It is not spent where the whole is, and counts in the whole."""
+    whole = _asked({"dp": 2}, 4e5)
+    whole.memo.effort.spent = MOST_EFFORT
+    apart = whole.apart()
+    assert (whole.is_spent, apart.is_spent) == (True, False)
+    apart.memo.effort.add(3e6, 0)
+    assert (apart.memo.effort.spent, whole.memo.effort.spent) == (3.0, MOST_EFFORT + 3.0)
+    assert apart.memo.bounds is whole.memo.bounds
