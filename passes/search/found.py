@@ -111,8 +111,7 @@ def found_choice(
         # A pipeline is the best of those that were searched, and proven by `bound_s` alone.
         is_one = ranks == 1 and bool(seconds.total)
         gap = max(0.0, (solution.seconds - bound) / seconds.total) if is_one else 0.0
-        is_ended = space.any_shape and subproblems.is_spent
-        complete = ranks == 1 and covers_all(space, folded) and not is_ended
+        complete = ranks == 1 and covers_all(space, folded) and not subproblems.is_spent
         devices = ranks * configuration.mesh.size
         bound_s = (1 - gap) * seconds.total if complete else subproblems.least_step_s(devices)
     refused = subproblems.programs.refused

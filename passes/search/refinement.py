@@ -164,9 +164,9 @@ def _tolerant(subproblems: Subproblems, progress: Progress) -> Progress:
     return replace(progress, tolerance=_HELPS * int(subproblems.memo.effort.spent / _THOROUGHLY))
 
 
-def _is_thorough(subproblems: Subproblems) -> bool:
-    """Whether so much effort was spent that the number of copies that are recomputed fully is searched with the layouts
-    of the best choice alone, not with those near to it."""
+def _keeps_copies(subproblems: Subproblems) -> bool:
+    """Whether so much effort was spent that changed layouts keep the number of copies that are recomputed fully, which
+    is searched with the layouts of the best choice alone."""
     return subproblems.memo.effort.spent >= _THOROUGHLY
 
 
@@ -265,17 +265,13 @@ def _on_free_axes_in_other_configurations(subproblems: Subproblems, parent: Choi
     if before.has_all_strategies:
         return
     own = before.configuration
-    others = tuple(_other_configurations(subproblems, parent, own.micro_batches))
-    if _is_thorough(subproblems):
-        others = tuple(each for each in others if not is_undecided(each))
+    others = _configurations_of_changed(subproblems, parent, own.micro_batches)
     for origins in _pairs_free(own.mesh):
         yield Near(partial(subproblems.refined, parent, own, origins), others, _free(origins))
     counts = list(micro_batch_counts(subproblems.space, subproblems.programs.program))
     at = counts.index(own.micro_batches)
     for count in {*counts[max(0, at - 1) : at + 2]} - {own.micro_batches}:
-        every = tuple(_other_configurations(subproblems, parent, count))
-        if _is_thorough(subproblems):
-            every = tuple(each for each in every if not is_undecided(each))
+        every = _configurations_of_changed(subproblems, parent, count)
         if every:
             yield Near(partial(subproblems.refined, parent, every[0], tuple(own.mesh.dimensions)), every, ())
 
@@ -297,7 +293,7 @@ def _near(
         configuration = replace(parent.subproblem.configuration, mesh=mesh)
         make = partial(subproblems.refined, parent, configuration, tuple(origins))
         numbers = any_number(configuration, parent.subproblem.program.folded)
-        yield Near(make, (configuration,) if _is_thorough(subproblems) else numbers, _free(origins))
+        yield Near(make, (configuration,) if _keeps_copies(subproblems) else numbers, _free(origins))
 
 
 def _free(origins: Sequence[int | None]) -> tuple[int, ...]:
@@ -311,6 +307,13 @@ def _other_configurations(subproblems: Subproblems, parent: Choice, count: int) 
     if program is not None:
         every = limited_configurations(subproblems.space, before.mesh, count, program.folded)
         yield from (each for each in every if each != before.configuration)
+
+
+def _configurations_of_changed(subproblems: Subproblems, parent: Choice, count: int) -> tuple[Configuration, ...]:
+    """The other configurations of `count` micro-batches that layouts near to those of `parent` are searched under."""
+    every = _other_configurations(subproblems, parent, count)
+    keeps = _keeps_copies(subproblems)
+    return tuple(each for each in every if not (keeps and is_undecided(each)))
 
 
 def _pairs_free(mesh: Mesh) -> Iterator[tuple[int | None, ...]]:

@@ -31,7 +31,8 @@ def offering(subproblems: Subproblems) -> Subproblems:
     axes = sum(size > 1 for size in space.mesh.sizes)
     is_small = is_searched_wholly(space.mesh.size) if space.any_shape else axes == 2
     space = replace(space, in_stripes=True, together=(space.mesh.size,) if is_small else ())
-    effort = Effort(min(subproblems.memo.effort.spent, MOST_EFFORT / 2))
+    before = subproblems.memo.effort
+    effort = Effort(min(before.spent, MOST_EFFORT / 2), whole=before)
     return replace(subproblems, space=space, memo=Memo(costs=subproblems.memo.costs, effort=effort))
 
 

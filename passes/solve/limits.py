@@ -22,7 +22,8 @@ class OutOfEffortError(Exception):
 
 @dataclass
 class Effort:
-    """Units of effort that were spent so far, with those of its parts, each of which counts in `whole`, too."""
+    """Units of effort that were spent so far, on parts, too. What is added also counts in `whole`, of which this is a
+    part."""
 
     spent: float = 0.0
     whole: "Effort | None" = None

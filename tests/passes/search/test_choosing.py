@@ -55,8 +55,8 @@ def test_a_search_that_ends_early_keeps_the_bound_before(
 
 @pytest.mark.parametrize("in_stripes_s", [0.9, 1.1])
 def test_an_earlier_uneven_choice_is_tried_in_stripes(monkeypatch: pytest.MonkeyPatch, in_stripes_s: float) -> None:
-    """Where it is faster in stripes than the best choice, all is searched with stripes; otherwise the best one is kept,
-    and nothing more is searched."""
+    """All is searched with stripes if the uneven choice is faster in stripes than the best one. Otherwise the best one
+    is kept, and nothing more is searched."""
     best, uneven = _choice(1.0), _choice(1.2)
     found = Progress(best, closed_bound=0.95, uneven=uneven)
     space = cast("Space", SimpleNamespace(in_stripes=False))
