@@ -42,10 +42,10 @@ def _check(model: nn.Module, mesh: str, inputs: dict[str, torch.Tensor], **optio
     ("name", "mesh", "options"),
     [
         ("llama", "2x2", {"precision": MIXED}),
-        pytest.param("gpt2", "2", {"optimizer": "sgd"}, marks=pytest.mark.slow),
-        pytest.param("qwen3", "2x2", {"objective": "infer"}, marks=pytest.mark.slow),
+        ("gpt2", "2", {"optimizer": "sgd"}),
+        ("qwen3", "2x2", {"objective": "infer"}),
         *(
-            pytest.param(name, mesh, options, marks=pytest.mark.slow)
+            (name, mesh, options)
             for name in MODELS
             for mesh in ("2", "2x2")
             for options in ({"optimizer": "adamw"}, {"optimizer": "adam", "precision": MIXED})
@@ -120,12 +120,7 @@ def test_copies_are_counted() -> None:
     ("name", "mesh", "seed"),
     [
         ("llama", "2", 1),
-        *(
-            pytest.param(name, mesh, seed, marks=pytest.mark.slow)
-            for name in MODELS
-            for mesh in ("2", "2x2")
-            for seed in range(6)
-        ),
+        *((name, mesh, seed) for name in MODELS for mesh in ("2", "2x2") for seed in range(6)),
     ],
 )
 def test_random_plans(name: str, mesh: str, seed: int) -> None:
@@ -188,7 +183,7 @@ STORED_TOO: list[_Stored] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers", "mesh", "stored", "again", "options"),
-    [*STORED, *(pytest.param(*case, marks=pytest.mark.slow) for case in STORED_TOO)],
+    [*STORED, *STORED_TOO],
 )
 def test_data_axes(
     name: str, layers: int, mesh: str, stored: dict[str, str], again: bool, options: dict[str, object]

@@ -70,8 +70,7 @@ def _kimi_linear() -> nn.Module:
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {"decays of heads": _qwen3_next, "of channels": _kimi_linear}
 SPLIT = [
-    pytest.param(_qwen3_next, id="decays of heads"),
-    pytest.param(_kimi_linear, id="of channels", marks=pytest.mark.slow),
+    pytest.param(make, id=name, marks=[] if make is _qwen3_next else pytest.mark.slow) for name, make in MODELS.items()
 ]
 
 
