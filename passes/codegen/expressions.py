@@ -312,6 +312,7 @@ _WRITERS: dict[str, Writer] = {
     "pow": _method("pow", "exponent"),
     "to": _template("{self}.to({dtype})"),
     "reshape": _sized("reshape", "shape"),
+    "contiguous": _template("{self}.contiguous()"),
     "expand": lambda code, arguments: None if arguments["implicit"] else _sized("expand", "size")(code, arguments),
     "permute": _sized("permute", "dims"),
     "transpose": _method("transpose", "dim0", "dim1"),

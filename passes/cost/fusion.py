@@ -19,14 +19,15 @@ from passes.ir.grouping import grouped, representatives
 from passes.ir.program import Op
 from passes.ir.rule import Rule
 from passes.rules import find_rule
+from passes.rules.cheap import is_view
+from passes.rules.memory_order import memory_order
 from passes.rules.pointwise import TABLE
-from passes.rules.strategies import strided
 
 # Ops that are not pointwise but reduce rows or move elements.
 _JOINED = frozenset(
     {
         *TABLE,
-        *("to", "where", "cat", "stack", "pad", "constant_pad_nd", "reshape"),
+        *("to", "where", "cat", "stack", "pad", "constant_pad_nd", "reshape", "contiguous"),
         *("sum", "mean", "amax", "amin", "var", "var_mean", "linalg_vector_norm"),
         *("layer_norm", "rms_norm", "softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp"),
         *("cross_entropy_loss", "nll_loss", "nll_loss_nd"),
@@ -53,7 +54,7 @@ class Fused:
 
 def fusion(folded: Folded) -> dict[str, Fused]:
     """The memory accesses of the ops of `folded` that are fused with others, by their first result."""
-    copied = strided(folded)
+    copied = memory_order(folded).copied
     bodies = list(_bodies(folded))
     found: dict[str, Fused] = {}
     for number, ops in enumerate(bodies):
@@ -126,7 +127,7 @@ def _links(ops: Sequence[Op], folded: Folded, copied: Set[str], outside: Set[str
     for place, op in enumerate(ops):
         rule = find_rule(op, folded.types, folded.program.rules)
         operands = tuple(roots.get(name, name) for name in op.operands)
-        view = rule is not None and not rule.moves and not (op.kind == "reshape" and op.operands[0] in copied)
+        view = is_view(rule, op.results[0] in copied)
         joins = not view and rule is not None and not rule.multiplications and op.kind in _JOINED
         before = [makers[name] for name in operands if name in makers]
         depths.append(max((depths[maker] + (not joined[maker]) for maker in before), default=0))

@@ -20,7 +20,8 @@ from passes.ir.program import Op, TensorType, draws
 from passes.ir.redistribution import redistribution
 from passes.rules import find_rule
 from passes.rules.local_forms import form_that_runs
-from passes.rules.strategies import local_arguments, named_choices, op_context, strided
+from passes.rules.memory_order import memory_order
+from passes.rules.strategies import local_arguments, named_choices, op_context
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class _Lowering:
         self.parameters = {node.name: self.sources[node.name] for node in problem.nodes if node.kind == "parameter"}
         self.carries = {node.name: index for index, node in enumerate(problem.nodes) if node.kind == "carry"}
         self.outputs = {node.name: node.key for node in problem.nodes if node.key.startswith("output ")}
-        self.strided = strided(folded)
+        self.copied = memory_order(folded).copied
         edges = grouped((edge.group, edge) for edge in problem.edges)
         self.saved = {group for group, own in edges.items() if saved_edges(problem, solution.configuration, own)}
         self.count = 0
@@ -123,7 +124,7 @@ class _Lowering:
 
         arguments = {key: rename(value, operand) for key, value in op.arguments.items()}
         rule = find_rule(op, self.folded.types, self.folded.program.rules)
-        context = op_context(op, rule, self.folded.types, self.folded.flowing, self.parameters.keys(), self.strided)
+        context = op_context(op, rule, self.folded.types, self.folded.flowing, self.parameters.keys(), self.copied)
         choices = named_choices(context, strategy.methods, self.mesh)
         assert choices is not None
         forms = [(axis, choice) for axis, choice in enumerate(choices) if choice.form]

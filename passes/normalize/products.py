@@ -1,4 +1,4 @@
-"""Products of attention, however they are written: `matmul`, `bmm`, and `einsum` with the dims in any order."""
+"""Products of two tensors, however they are written: `matmul`, `bmm`, and `einsum` with the dims in any order."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ def scored(rewriter: Rewriter, op: Op) -> tuple[str, str, bool] | None:
         if len(shapes[1]) != rank:
             return None
         return (query, turn.operands[0], False) if turn is not None and _swaps_last(turn, rank) else (query, key, True)
-    found = _letters(op)
+    found = letters_of(op)
     if found is None:
         return None
     (one, other), result = found
@@ -47,7 +47,7 @@ def weighted(rewriter: Rewriter, op: Op, number: int) -> Weighted | None:
         shapes = [rewriter.types[each].shape for each in op.operands]
         is_same = number == 0 and len(shapes[0]) == len(shapes[1])
         return Weighted(op.operands[0], op.operands[1], tuple(range(len(shapes[0])))) if is_same else None
-    found = _letters(op)
+    found = letters_of(op)
     if found is None:
         return None
     terms, result = found
@@ -61,8 +61,9 @@ def weighted(rewriter: Rewriter, op: Op, number: int) -> Weighted | None:
     return Weighted(op.operands[number], values, tuple(f"{batch}{queries}{inner}".index(each) for each in result))
 
 
-def _letters(op: Op) -> tuple[tuple[str, str], str] | None:
-    """The letters of the operands and the result of an einsum of two, no letter twice in one of them."""
+def letters_of(op: Op) -> tuple[tuple[str, str], str] | None:
+    """The letters of the operands and the result of an einsum of two tensors, no letter twice in one of them, and more
+    than two in each; None for any other."""
     left, arrow, result = str(op.arguments["equation"]).replace(" ", "").partition("->")
     terms = left.split(",")
     whole = (*terms, result)

@@ -1,12 +1,8 @@
 """Strategies of an op from its rule: the choices on one mesh axis, of which `split` derives the placement of every
 tensor, in all compatible combinations.
-
-Memory of strided tensors is not in the order of their dims, because a view permuted or dropped some. A collective
-copies such a tensor first, and a reshape of one copies it. Pointwise ops keep the order of what they read; attention
-returns its result in the order batch, queries, heads, width.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -14,48 +10,12 @@ from operator import contains
 
 from passes.ir.arguments import Argument, integer
 from passes.ir.choices import Strategy
-from passes.ir.folded import Folded, Region
 from passes.ir.layout import I, Layout, P, Placement, R, S, fits, local_shape, parse_placement, split_ways
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType, has_linear_gradients
 from passes.ir.rule import Dims, Role, Rule, parts_of
 from passes.rules.following import share_factors
 from passes.rules.local_forms import form_that_runs
-from passes.rules.pointwise import TABLE
-
-_MOVES_DIMS = {"transpose", "permute"}
-_MAKES = {"slice", "select", "expand", "padded_conv1d", "scaled_dot_product_attention"}
-_KEEPS = {*TABLE, "to"}
-
-
-def strided(folded: Folded) -> frozenset[str]:
-    """The names of all such tensors."""
-    found: set[str] = set()
-    for item in folded.items:
-        ops: Iterable[Op] = item.ops if isinstance(item, Region) else (item,)
-        for op in ops:
-            if _is_strided(op, found, folded.types):
-                found.update(op.results)
-        if isinstance(item, Region):
-            for export in item.exports:
-                if export.value in found:
-                    found.update(name for name in export.names if name)
-    return frozenset(found)
-
-
-def must_copy(op: Op, strided: Container[str]) -> bool:
-    """Whether `op` is a view that must copy its operand, which is among the `strided` tensors."""
-    return op.kind == "reshape" and op.operands[0] in strided
-
-
-def _is_strided(op: Op, strided: set[str], types: Mapping[str, TensorType]) -> bool:
-    if op.kind in _MOVES_DIMS:
-        # Permuting dims back is assumed to restore the order.
-        return op.operands[0] not in strided
-    # Operands that are as large as the result determine its strides.
-    shape = types[op.results[0]].shape
-    kept = op.kind in _KEEPS and any(name in strided and types[name].shape == shape for name in op.operands)
-    return op.kind in _MAKES or kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +212,9 @@ def op_context(
     types: Mapping[str, TensorType],
     flowing: Set[str],
     parameters: Set[str],
-    strided: Set[str],
+    copied: Set[str],
 ) -> OpContext:
-    """The context of `op`; `types`, `flowing`, `parameters` and `strided` tensors are by name."""
+    """The context of `op`; `types`, and the tensors that are `flowing`, `parameters` and `copied`, are by name."""
     return OpContext(
         op,
         rule,
@@ -263,7 +223,7 @@ def op_context(
         tuple(name in flowing for name in op.operands),
         tuple(name in flowing for name in op.results),
         frozenset(slot for slot, name in enumerate(op.operands) if name in parameters),
-        must_copy(op, strided),
+        op.results[0] in copied,
     )
 
 

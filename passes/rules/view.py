@@ -1,4 +1,4 @@
-"""Ops that move elements but compute nothing: reshape, permute, expand, slice, select, cat, stack, pad."""
+"""Ops that move elements but compute nothing: reshape, contiguous, permute, expand, slice, select, cat, stack, pad."""
 
 from collections.abc import Mapping
 from math import gcd, prod
@@ -45,6 +45,13 @@ def reshape(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
         return tuple((Part("flat", size, prod(shape[:dim])),) if size != 1 else () for dim, size in enumerate(shape))
 
     return _view(op, types, flat(operand), flat(result))
+
+
+@rule_for("contiguous")
+def contiguous(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
+    """The same tensor with its memory in the order of its dims: a view where it is so already."""
+    dims = named(types[op.operands[0]].shape)
+    return _view(op, types, dims, dims)
 
 
 @rule_for("transpose", "permute")

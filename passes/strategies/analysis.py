@@ -21,8 +21,9 @@ from passes.ir.program import Op, TensorType
 from passes.ir.rule import Rule, Saved
 from passes.rules import find_rule
 from passes.rules.cheap import Cheap, how_cheap, is_cheap, is_view, second_products, with_viewed
+from passes.rules.memory_order import MemoryOrder, memory_order
 from passes.rules.parts import signature
-from passes.rules.strategies import AllowedMethods, Choices, Digit, OpContext, must_copy, op_context, strided
+from passes.rules.strategies import AllowedMethods, Choices, Digit, OpContext, op_context
 
 
 @dataclass(frozen=True)
@@ -118,37 +119,37 @@ def saved_tensors(context: OpContext) -> list[Saved]:
     ]
 
 
-def passed_on(folded: Folded, placed: Sequence[Placed], strided: Collection[str]) -> set[str]:
+def passed_on(folded: Folded, placed: Sequence[Placed], copied: Collection[str]) -> set[str]:
     """The results of copies of regions, and the tensors that they view: were these not saved, the last copy would be
-    recomputed from the first. Reshapes copy tensors that are `strided`."""
+    recomputed from the first. Reshapes with a result in `copied` are no views."""
     given = {name for region in folded.regions for name in region.results}
     views = (
         (item.op.results, item.op.operands)
         for item in reversed(placed)
-        if item.region and is_view(item.rule, must_copy(item.op, strided))
+        if item.region and is_view(item.rule, item.op.results[0] in copied)
     )
     return with_viewed(given, views)
 
 
 def uses_viewed(
-    placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], strided: Collection[str]
+    placed: Sequence[Placed], saved: Mapping[str, Sequence[Saved]], copied: Collection[str]
 ) -> set[tuple[str, int]]:
-    """Uses (op, operand) by views whose result is saved, which keep the viewed tensor alive. Reshapes copy tensors that
-    are `strided`."""
+    """Uses (op, operand) by views whose result is saved, which keep the viewed tensor alive. Reshapes with a result in
+    `copied` are no views."""
     found: set[tuple[str, int]] = set()
     kept: set[str] = set()
     for item in reversed(placed):
         op = item.op
         kept.update(op.operands[each.index] for each in saved[op.key] if not each.result and not each.copy)
-        if is_viewing(item, strided) and not kept.isdisjoint(op.results):
+        if is_viewing(item, copied) and not kept.isdisjoint(op.results):
             kept.add(op.operands[0])
             found.add((op.key, 0))
     return found
 
 
-def is_viewing(item: Placed, strided: Collection[str]) -> bool:
+def is_viewing(item: Placed, copied: Collection[str]) -> bool:
     """Whether an op returns a view of its only operand."""
-    return len(item.op.operands) == 1 and is_view(item.rule, must_copy(item.op, strided))
+    return len(item.op.operands) == 1 and is_view(item.rule, item.op.results[0] in copied)
 
 
 def recompute_inputs(
@@ -193,8 +194,8 @@ class Analysis:
     `placed` are its ops in order, `blocks` the names of the blocks that contain them. `parameters` and `constant`
     (buffers and constants) are by the names that ops use, so those of regions are among them; `names` maps the names of
     a region's parameters and buffers to their names in the program (of the first copy), `exported` those of tensors
-    that are used outside of a region to their names inside. `depends` and `strided` are names of tensors
-    (`dependents` and `strided` say which). By keys of ops: their contexts (`contexts`), their saved
+    that are used outside of a region to their names inside. `depends` are the names of tensors that `dependents` gives,
+    `order` is that of tensors in memory. By keys of ops: their contexts (`contexts`), their saved
     tensors (`saved`), and whether they are `cheap` to recompute. `second` are the keys of the products that recompute
     of "ops" recomputes, `fused` ops that are compiled together with others, by their first result. `same` maps the key
     of each op to that of the first one that does the same to tensors of the same types, in the same context.
@@ -209,7 +210,7 @@ class Analysis:
     names: Mapping[str, str]
     exported: Mapping[str, str]
     depends: Set[str]
-    strided: Set[str]
+    order: MemoryOrder
     contexts: Mapping[str, OpContext]
     saved: Mapping[str, Sequence[Saved]]
     cheap: Mapping[str, Cheap]
@@ -229,12 +230,12 @@ def analyze(folded: Folded) -> Analysis:
     """The analysis of `folded`."""
     placed, blocks = place(folded)
     parameters, constant = _owned(folded)
-    moved = strided(folded)
+    order = memory_order(folded)
     contexts = {
-        item.op.key: op_context(item.op, item.rule, folded.types, folded.flowing, parameters.keys(), moved)
+        item.op.key: op_context(item.op, item.rule, folded.types, folded.flowing, parameters.keys(), order.copied)
         for item in placed
     }
-    given = passed_on(folded, placed, moved)
+    given = passed_on(folded, placed, order.copied)
     saved = {key: saved_tensors(context) for key, context in contexts.items()}
     fused = joined(folded)
     return Analysis(
@@ -253,7 +254,7 @@ def analyze(folded: Folded) -> Analysis:
             if name
         },
         depends=dependents(folded),
-        strided=moved,
+        order=order,
         contexts=contexts,
         saved=saved,
         cheap={
@@ -385,7 +386,7 @@ def op_node(analysis: Analysis, placed: Placed, costs: OpCosts) -> Node:
         _light(analysis, placed, forms),
         analysis.cheap[op.key] is not Cheap.NEVER,
         op.key in analysis.second,
-        is_viewing(placed, analysis.strided),
+        is_viewing(placed, analysis.order.copied),
     )
 
 

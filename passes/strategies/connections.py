@@ -87,7 +87,7 @@ class _Connections:
         kept, passed = (
             {level: set().union(*(uses[way] for uses in found)) for level, found in inputs.items()} for way in range(2)
         )
-        viewed = uses_viewed(analysis.placed, analysis.saved, analysis.strided)
+        viewed = uses_viewed(analysis.placed, analysis.saved, analysis.order.copied)
         for placed in analysis.placed:
             key, block = placed.op.key, placed.block
             consumer = self.index[key]
@@ -135,7 +135,7 @@ class _Connections:
             analysis = self.analysis
             type, parameter = analysis.folded.types[name], name in analysis.parameters
             itemsize = ((self.reduce if parameter else None) or type.dtype).itemsize
-            flows, strided = name in analysis.folded.flowing, name in analysis.strided
+            flows, strided = name in analysis.folded.flowing, name in analysis.order.strided
             self.groups.append(EdgeGroup(name, type, count, block, flows, itemsize, parameter, strided, inside))
         return self.group_index[key]
 

@@ -176,6 +176,7 @@ def _views(make: Maker, call: Make) -> Iterator[Sample]:
     yield call("aten.reshape.default", make.normal(4, 12, 24), [48, 6, 4])
     yield call("aten.reshape.default", make.normal(1, 12, 24), [12, 1, 24, 1])
     yield call("aten.reshape.default", make.normal(12, 10), [15, 8])
+    yield call("aten.contiguous.default", make.normal(4, 12, 24).transpose(0, 1))
     yield call("aten.slice.Tensor", make.normal(12, 48), 1, 0, 24)
     yield call("aten.slice.Tensor", make.normal(12, 72), 1, 24, 48)
     yield call("aten.slice.Tensor", make.normal(12, 48), -1, 36, 48)

@@ -10,7 +10,6 @@ from passes.ir.layout import I, Layout, P, R, S, fits
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op
 from passes.ir.rule import Method, Role, Rule
-from passes.regions import fold
 from passes.rules.following import begun_tokens, following, ranks_by_start
 from passes.rules.propagation import propagate
 from passes.rules.strategies import (
@@ -23,9 +22,8 @@ from passes.rules.strategies import (
     op_strategies,
     parse_choice,
     split,
-    strided,
 )
-from tests.passes.helpers import Apply, mesh_of, normalized
+from tests.passes.helpers import mesh_of
 from tests.passes.planning import planning
 from tests.passes.rules.one_op import digits_of, one_op
 from tests.passes.rules.samples import Sample, samples
@@ -260,28 +258,3 @@ def test_splits_travel_to_fused_projections() -> None:
     assert {strategy.results[0] for strategy in stored.strategies} == {(I,), (S(0),), (S(1),)}
     attention = problem.nodes[problem.index["/scaled_dot_product_attention"]]
     assert ("heads",) in [strategy.methods for strategy in attention.strategies]
-
-
-VIEWS = {
-    "transpose": lambda x: x.transpose(0, 1),
-    "permute": lambda x: x.permute(1, 2, 0),
-    "transpose twice": lambda x: x.transpose(0, 1).transpose(0, 1),
-    "slice": lambda x: x[:, 1:3],
-    "select": lambda x: x[:, 1],
-    "expand": lambda x: x[:1].expand(4, 6, 8),
-    "pointwise": lambda x: x.transpose(0, 1) * 2,
-    "pointwise with a small operand": lambda x: x * x[0, :1].transpose(0, 1)[:, :1].transpose(0, 1),
-    "reshape": lambda x: x.reshape(24, 8),
-    "reshape that copies": lambda x: x.transpose(0, 1).reshape(24, 8),
-    "product": lambda x: x.transpose(1, 2) @ x,
-    "softmax": lambda x: x.softmax(-1),
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_strides_are_those_of_torch(name: str) -> None:
-    """A result is said to be strided just where torch says that it does not lie in the order of its dims."""
-    program = normalized(Apply(lambda x: VIEWS[name](x)), x=torch.ones(4, 6, 8))
-    (result,) = [value.name for value in program.outputs]  # type: ignore[union-attr]
-    eager = VIEWS[name](torch.ones(4, 6, 8))
-    assert (result in strided(fold(program))) == (not eager.is_contiguous())
