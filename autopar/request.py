@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.options import PIPELINE_AXIS, Options, Pipeline, Settings, settings_of
 from autopar.profile import check_machine, known_cluster
 from passes.cost.cluster import CLUSTERS, Cluster, find_cluster
-from passes.cost.optimizers import OPTIMIZERS
+from passes.cost.liveness import MACHINES
+from passes.cost.optimizers import NO_OPTIMIZER, OPTIMIZERS
 from passes.ir.configuration import RECOMPUTE, SPLITTING, ZERO_STAGES
 from passes.ir.decisions import Decisions
 from passes.ir.errors import ConstraintError, InputError, MeshError, PipelineError, PlanMismatchError
@@ -53,12 +54,13 @@ class Request(Settings):
     def space(self, casts: Casts, decisions: Decisions) -> Space:
         """The search space; `decisions` are fixed, `casts` are the dtypes of stored parameters and reduced
         gradients."""
+        optimizer = OPTIMIZERS[self.optimizer] if self.objective == "train" else NO_OPTIMIZER
         return Space(
             self.mesh,
             self.cluster,
             self.memory_limit,
             self.objective == "train",
-            OPTIMIZERS[self.optimizer].states if self.objective == "train" else 0,
+            optimizer.states,
             self.constraints,
             self.any_shape,
             self.micro_batches,
@@ -69,6 +71,7 @@ class Request(Settings):
             self.zero,
             pipeline=self.pipeline,
             couples=self.aux_loss == "micro_batch",
+            update_tensors=optimizer.for_all if MACHINES[self.cluster.device.type].together else 0,
         )
 
 

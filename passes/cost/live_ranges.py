@@ -191,7 +191,7 @@ class _Runs:
 
     def _at(self, range: LiveRange, run: CopyRun, block: int) -> LiveRange:
         """A range of copies of `block` as that of one run of them."""
-        if range.phase is Phase.STEP:
+        if range.is_of_step:
             return range
         if range.block != block:
             return replace(range, block=self.runs[range.block][-1].place)
@@ -201,8 +201,8 @@ class _Runs:
         block = self.problem.nodes[index].block
         for run in self.runs[block]:
             for item in self._of(run).nodes[index]:
-                # What lies there throughout the step is that of all copies.
-                if item.range.phase is not Phase.STEP or run is self.runs[block][-1]:
+                # Ranges of the step are those of all copies.
+                if not item.range.is_of_step or run is self.runs[block][-1]:
                     yield replace(item, range=self._at(item.range, run, block))
 
     def _group(self, at: int, block: int) -> Iterator[GroupRanges]:
@@ -254,6 +254,7 @@ def _node(
         first = min((_position(problem, edge.consumer) for edge in readers), default=START)
         gradient = [memory.gradient for memory in node.memory]
         found.append(NodeAllocation("gradient", LiveRange(Phase.ACCUMULATED, node.block, first), gradient))
+        found.append(NodeAllocation("transient", LiveRange(Phase.UPDATE), [memory.update for memory in node.memory]))
     if node.kind == "op":
         running = LiveRange(Phase.COPY, node.block, index, index)
         found.append(NodeAllocation("transient", running, [memory.transient * node.count for memory in node.memory]))

@@ -31,6 +31,7 @@ class Phase(Enum):
     NEXT_COPY = "of the copy that runs backward next"
     GRADIENT = "from the backward pass of op `first` to the optimizer, in each micro-batch"
     ACCUMULATED = "the same, and from one micro-batch to the next"
+    UPDATE = "in the optimizer step"
 
 
 _PHASES = tuple(Phase)
@@ -49,6 +50,11 @@ class LiveRange:
     first: int = START
     last: int = END
     share: float = 1.0
+
+    @property
+    def is_of_step(self) -> bool:
+        """Whether it is of the step, of no block."""
+        return self.phase in (Phase.STEP, Phase.UPDATE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +141,8 @@ class LiveFractions:
                 found = runs * follows
             case Phase.NEXT_COPY:
                 found = runs * goes_on
+            case Phase.UPDATE:
+                found = (block == _OVER) * np.ones(len(ranges))
             case _:
                 found = (where > block) + here * done + runs * (op <= first)
         return found
@@ -158,6 +166,7 @@ class LiveFractions:
                 (Phase.FORWARD, self._by_first), (Phase.COPY, self._by_first), (Phase.COPY, self._by_last)
             )
         )  # fmt: skip
+        total += (self.block == _OVER) * sums(Phase.UPDATE, self._by_first)[-1]
         total += self.others * forward[-1]
         total += forward[start] + left * (forward[stop] - forward[start]) + own * (forward[reached] - forward[start])
         total += own * ((copy[reached] - copy[start]) - (copy_end[ended] - copy_end[start]))

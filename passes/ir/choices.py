@@ -30,12 +30,13 @@ class StrategyBytes:
     """Bytes that a strategy of a node allocates, in all its copies together.
 
     `held` is live throughout the step; `gradient` from the node's backward pass to the optimizer step; `transient` is
-    the workspace of the backward pass of one copy.
+    the workspace of the backward pass of one copy, `update` that of the optimizer step.
     """
 
     held: float = 0.0
     gradient: float = 0.0
     transient: float = 0.0
+    update: float = 0.0
 
 
 @dataclass(frozen=True)

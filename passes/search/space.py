@@ -38,7 +38,7 @@ class Space:
     - `mesh`: the devices by axis. With `any_shape` only their number counts, and the shape is searched.
     - `memory_limit`: bytes per device.
     - `trains`: whether a backward pass is planned; `optimizer_states` is the number of tensors of its size that the
-      optimizer keeps per trained parameter.
+      optimizer keeps per trained parameter, `update_tensors` that of those that it makes to update all of them.
     - `micro_batches`, `recompute` (levels by pattern of regions), `zero`: None where they are to be chosen.
     - `casts`: the dtypes that parameters are stored in and gradients are reduced in.
     - `full_outputs`: outputs are whole on every rank.
@@ -74,6 +74,7 @@ class Space:
     some_copies: bool = True
     divides_copies: bool = False
     refused: frozenset[LevelItems] = frozenset()
+    update_tensors: int = 0
 
     @property
     def optimizer(self) -> Optimizer:
@@ -93,6 +94,7 @@ class Space:
             mesh,
             self.cluster,
             self.optimizer_states,
+            self.update_tensors,
             master,
             reduce,
             allowed or {},

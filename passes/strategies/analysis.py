@@ -30,16 +30,18 @@ from passes.rules.strategies import AllowedMethods, Choices, Digit, OpContext, o
 class Setting:
     """The machine, and the storage of parameters, their gradients and outputs on it.
 
-    `optimizer_states` is the number of tensors of its size that the optimizer keeps per parameter; `master` the dtype
-    that parameters are stored in (None: as they are), `reduce` the one that their gradients are reduced in. `allowed`
-    are the allowed methods of nodes on each axis, by key; nodes without an entry are unrestricted. With `full_outputs`
-    outputs are replicated, and used the same way on every rank. With `in_stripes` methods are offered in stripes too,
-    on each axis by itself; `together` are numbers of ranks of several axes that may be in stripes together.
+    `optimizer_states` is the number of tensors of its size that the optimizer keeps per parameter, `update_tensors`
+    that of those that it makes while it updates all parameters at once; `master` is the dtype that parameters are
+    stored in (None: as they are), `reduce` the one that their gradients are reduced in. `allowed` are the allowed
+    methods of nodes on each axis, by key; nodes without an entry are unrestricted. With `full_outputs` outputs are
+    replicated, and used the same way on every rank. With `in_stripes` methods are offered in stripes too, on each
+    axis by itself; `together` are numbers of ranks of several axes that may be in stripes together.
     """
 
     mesh: Mesh
     cluster: Cluster
     optimizer_states: int = 2
+    update_tensors: int = 0
     master: torch.dtype | None = None
     reduce: torch.dtype | None = None
     allowed: Mapping[str, AllowedMethods] = field(default_factory=dict)

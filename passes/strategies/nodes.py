@@ -366,7 +366,12 @@ def parameter_node(
     else:
         seconds = tuple(count * update_seconds(size, states, setting.cluster) for size in sizes)
         memory = tuple(
-            StrategyBytes(held=as_float(count * size * (1 + states)), gradient=as_float(count * size)) for size in sizes
+            StrategyBytes(
+                held=as_float(count * size * (1 + states)),
+                gradient=as_float(count * size),
+                update=as_float(count * size * setting.update_tensors),
+            )
+            for size in sizes
         )
     return source(name, "parameter", layouts, seconds, memory, block or 0, count)
 

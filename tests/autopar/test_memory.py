@@ -11,7 +11,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from autopar import Precision
+import autopar
+from autopar import InfeasibleError, Precision
 from autopar.runtime.fsdp import reductions
 from autopar.runtime.state import local_part
 from passes.cost.liveness import fsdp_units
@@ -282,6 +283,19 @@ def test_the_optimizer_has_the_peak() -> None:
     )
     assert planned.plan.programs["train"].memory["communication buffers"] == 0
     assert measured <= predicted <= 1.01 * measured
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+def test_a_refusal_counts_what_the_optimizer_makes(optimizer: str) -> None:
+    """The search counts the optimizer step as the simulator does: a plan keeps to the limit that it fills, and a
+    smaller one is refused without anything set aside for what only the simulator counts."""
+    model = MODELS["llama"](hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    given = {"cluster": "h100", "optimizer": optimizer, "micro_batches": 1, "recompute": "none"}
+    made = partial(autopar.plan, model, {"dp": 1}, tokens(2, 8), **given)
+    memory = sum(made().programs["train"].memory.values())
+    assert sum(made(memory_limit=memory).programs["train"].memory.values()) == memory
+    with pytest.raises(InfeasibleError, match=r"are missing \((optimizer step|backward).* set aside 0 GiB\)"):
+        made(memory_limit=0.99 * memory)
 
 
 # How the fused projection of gate and up is stored, and options.

@@ -99,12 +99,13 @@ def test_live_fractions_at_a_point() -> None:
         (Phase.ACCUMULATED, 1, 4, 0): 0.25,
         (Phase.ACCUMULATED, 2, 0, 0): 1.0,
         (Phase.ACCUMULATED, 0, 9, 0): 0.0,
+        (Phase.UPDATE, -1, 0, 0): 0.0,
     }
     found = LiveFractions([point], [LiveRange(*item) for item in expected], Configuration(MESH)).at([0])
     assert dict(zip(expected, found[0].tolist(), strict=True)) == expected
     assert LiveFractions([point], [LiveRange(Phase.PREVIOUS_COPY, 2)], Configuration(MESH)).at([0]) == 0.0
     optimizer = LiveFractions([ProgramPoint("")], [LiveRange(phase, 1) for phase in Phase], Configuration(MESH))
-    assert optimizer.at([0]).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
+    assert optimizer.at([0]).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]]
 
 
 @pytest.mark.parametrize("count", [1, 2])
