@@ -1,8 +1,8 @@
 """The order of tensors in memory: which are strided, and which views of these must copy.
 
 Strides are those of whole tensors, computed op by op as torch does. A part of a tensor has its elements in the same
-order. Pointwise ops keep the order of what they read; fused attention returns its result in the order batch, queries,
-heads, width; what else is computed is in the order of its dims, and so is what enters a region.
+order. Pointwise ops and attention keep the order of what they read; what else is computed is in the order of its dims,
+and so is what enters a region.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -154,7 +154,10 @@ def _kept(op: Op, shapes: Sequence[Sizes], operands: Sequence[Sizes], result: Si
 
 
 def _attended(op: Op, shapes: Sequence[Sizes], operands: Sequence[Sizes], result: Sizes) -> Sizes:
-    """[batch, heads, queries, width], in memory batch, queries, heads, width."""
+    """[batch, heads, queries, width], as flash attention on CUDA returns it: in the order of the queries; or where its
+    width is not theirs, as efficient attention does, in memory batch, queries, heads, width."""
+    if shapes[0] == result:
+        return _kept(op, shapes[:1], operands[:1], result)
     *batch, heads, queries, width = result
     *outer, by_query, by_head, last = _in_order((*batch, queries, heads, width))
     return (*outer, by_head, by_query, last)
