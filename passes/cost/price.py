@@ -167,10 +167,20 @@ def _chunked_work(work: Work, attention: Attention) -> Work:
     return replace(work, reads=work.reads + passes * passed, back=work.back + back)
 
 
-# Temporaries that are live at once in the backward pass, in tensors of the first operand's size.
-# pow: the power below and its product with the exponent. rsqrt: the result to the third, and half of that.
-# cross_entropy_loss: the gradient of the logarithms.
-TEMPORARIES: Mapping[str, float] = {"pow": 2.0, "rsqrt": 2.0, "cross_entropy_loss": 1.0}
+# Temporaries that are live at once in the backward pass, in tensors of the first operand's size: the terms of the
+# formulas in torch's derivatives.yaml. pow: the power below and its product with the exponent. rsqrt: the result to the
+# third, and half of that. cross_entropy_loss: the gradient of the logarithms. gather, index_select: the zeros that the
+# gradient is added to.
+TEMPORARIES: Mapping[str, float] = {
+    **dict.fromkeys(("abs", "cosh", "digamma", "exp2", "expm1", "i0", "lgamma", "log10", "log1p", "log2"), 1.0),
+    **dict.fromkeys(("sin", "sinh", "sqrt", "cross_entropy_loss", "gather", "index_select"), 1.0),
+    **dict.fromkeys(("linalg_vector_norm", "std", "var"), 1.0),
+    **dict.fromkeys(("atan", "cos", "cumsum", "logsumexp", "pow", "reciprocal", "rsqrt", "square", "tan"), 2.0),
+    **dict.fromkeys(("acosh", "asinh", "atanh"), 3.0),
+    **dict.fromkeys(("asin", "erf", "erfc", "erfinv"), 4.0),
+    **dict.fromkeys(("acos", "prod"), 5.0),
+    "sinc": 7.0,
+}
 # The same in tensors of the result's size, where an operand that is repeated has a gradient: products of full size
 # before they are summed (of a divisor: the quotient, its negative, and the product with the gradient).
 REPEATED: Mapping[str, float] = {"mul": 1.0, "div": 3.0}

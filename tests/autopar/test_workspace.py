@@ -12,6 +12,7 @@ from passes.cost.liveness.graph import Event, EventKind, Form, StorageOrigin, Ta
 from passes.cost.price import REPEATED, TEMPORARIES, workspace
 from passes.ir.layout import local_shape
 from passes.rules.local_forms import LOCAL_FORMS
+from passes.rules.pointwise import TABLE
 from passes.rules.strategies import combine, named_choices
 from tests.passes.helpers import mesh_of
 from tests.passes.rules.one_op import OneOp, lowered_one, one_op, statement_of
@@ -61,6 +62,8 @@ _KEYWORDS = {
     _CHUNKED: (7, ("soft_cap", "window")),
     _LOSS: (4, ("soft_cap",)),
 }
+# Pointwise ops of one tensor with temporaries.
+_OF_ONE = tuple(kind for kind in TEMPORARIES if kind in TABLE and kind != "pow")
 # By the local form, or a name: the operator, its arguments, and the methods on axes of two.
 CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
     "mean": ("aten.mean.dim", (_wide(), [1]), "in1"),
@@ -146,7 +149,15 @@ CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
         "heads",
     ),
     "pow": ("aten.pow.Tensor_Scalar", (_wide(), 2), "d1"),
-    "rsqrt": ("aten.rsqrt.default", (_wide(),), "d1"),
+    "gather": ("aten.gather.default", (_wide(), 1, _ids(ROWS, 16)), "d0"),
+    "index_select": ("aten.index_select.default", (_wide(), 0, _ids(16)), "d1"),
+    "linalg_vector_norm": ("aten.linalg_vector_norm.default", (_wide(), 2, [1]), "d0"),
+    "std": ("aten.std.correction", (_wide(), [1]), "d0"),
+    "var": ("aten.var.correction", (_wide(), [1]), "d0"),
+    "prod": ("aten.prod.dim_int", (_wide(), 1), "d0"),
+    "whole cumsum": ("aten.cumsum.default", (_wide(), 1), "d0"),
+    "whole logsumexp": ("aten.logsumexp.default", (_wide(), [1]), "d0"),
+    **{kind: (f"aten.{kind}.default", (_wide(),), "d1") for kind in _OF_ONE},
     "cross_entropy_loss": ("aten.cross_entropy_loss.default", (_wide(), _ids(ROWS), None, 2), "tokens"),
     "split_loss": (_LOSS, (_TOKENS, _HEAD, _LABELS), "classes"),
     "split_loss with a soft cap and a bias": (_LOSS, (_TOKENS, _HEAD, _LABELS, _wide(4096), 2.0), "classes"),
