@@ -134,7 +134,7 @@ def _forced(graph: Graph, split: Split, cluster: str, constraints: Constraints) 
     found = CLUSTERS[cluster]
     demands = constrain(graph.program, constraints, mesh)
     folded = fold(graph.program, demands.label)
-    problem = planning_problem(folded, demands, Setting(mesh, found, 2, torch.float32, None))
+    problem = planning_problem(folded, demands, Setting(mesh, found, 2, master=torch.float32))
     solution = solve(problem, found, Limits(1e18, 2), Configuration(mesh))
     if not folded.regions:
         raise SkippedError(Reason.TRACE, "its layers differ from each other")
