@@ -217,7 +217,9 @@ def test_every_form_is_compared() -> None:
         pytest.param(torch.bfloat16, "cpu", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in _OF_ONE[3:] else name for name in CASES]
+)
 def test_workspace(name: str, dtype: torch.dtype, device: str) -> None:
     """Bytes that are saved in all, and bytes of the backward pass besides them and the gradients of operands."""
     one, methods = _case(name, dtype)
