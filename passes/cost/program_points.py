@@ -53,7 +53,7 @@ class LiveRange:
 
     @property
     def is_of_step(self) -> bool:
-        """Whether it is of the step, of no block."""
+        """Whether the range belongs to the whole step, not to a block."""
         return self.phase in (Phase.STEP, Phase.UPDATE)
 
 

@@ -3,8 +3,9 @@
 Normal form: no assertions, no in-place ops, no ops that do nothing, no op that only repacks another one's results;
 every size is written out, views are `reshape`, casts are `to.dtype`, splits are slices, a mean loss is a sum and a
 count. Rows of experts stay in the order in which they come. Ops without a sharding rule are decomposed into ops with
-one, where possible. Attention that is written out is one op, and so is a convolution with its padding. Operands
-that `einsum` would copy are copied by an op. Nothing is computed twice. Unused ops are removed. Every op has its key.
+one, where possible. Attention that is written out is one op, and so is a convolution with its padding. An `einsum` of
+two tensors that copies operands is these copies and a product, where each operand has one dim of its own. Nothing is
+computed twice. Unused ops are removed. Every op has its key.
 """
 
 from collections.abc import Set
@@ -17,7 +18,7 @@ from passes.ir.program import Input, Parameter, Program, has_gradient, without_u
 from passes.normalize.attention import with_attention
 from passes.normalize.convolution import with_padded_convolutions
 from passes.normalize.decompositions import decomposed
-from passes.normalize.einsum import with_copies
+from passes.normalize.einsum import with_einsum_copies
 from passes.normalize.forms import canonical
 from passes.normalize.in_place import functional
 from passes.normalize.routing import without_sorting
@@ -77,7 +78,7 @@ _REWRITES = (
     without_unused,
     with_attention,
     with_padded_convolutions,
-    with_copies,
+    with_einsum_copies,
     simplified,
     without_unused,
     with_keys,

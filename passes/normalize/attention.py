@@ -36,11 +36,7 @@ def with_attention(program: Program) -> Program:
             found = _written_out(reader, op, flowing)
         elif op.target == _FUSED:
             found = _with_bias(reader, op, flowing)
-        value = KEEP if found is None else _rewritten(rewriter, found)
-        if value is KEEP:
-            rewriter.ops.append(op)
-        else:
-            rewriter.replaced[op.results[0]] = value
+        rewriter.put(op, KEEP if found is None else _rewritten(rewriter, found))
     return rewriter.finish()
 
 

@@ -31,10 +31,7 @@ def with_padded_convolutions(program: Program) -> Program:
             convolution = rewriter.maker(op.operands[0])
             if convolution is not None and convolution.kind == "conv1d":
                 made = _padded(rewriter, op, convolution, integer(op.arguments["start"]))
-        if made is KEEP:
-            rewriter.ops.append(op)
-        else:
-            rewriter.replaced[op.results[0]] = made
+        rewriter.put(op, made)
     return rewriter.finish()
 
 

@@ -1,7 +1,7 @@
 """einsum of two tensors as a matrix product, where torch would copy an operand to compute it as one.
 
-The copy is an op then: products of the same tensor share it, its time is counted, and selective recompute can make it
-again instead of saving it.
+The copy is then an op of the program: products of the same tensor share it, its time is counted, and selective
+recompute can make it again instead of saving it.
 """
 
 from dataclasses import dataclass
@@ -13,24 +13,20 @@ from passes.normalize.rewriter import KEEP, Rewriter
 from passes.normalize.views import permuted
 
 
-def with_copies(program: Program) -> Program:
+def with_einsum_copies(program: Program) -> Program:
     """The program with `matmul` in place of each `einsum` of two tensors that have one summed dim, one more dim each,
     and the others in common, unless these come first in both, in one order. Operands in another order are permuted and
     copied by `contiguous`."""
     rewriter = Rewriter(program)
     for original in program.ops:
         op = rewriter.current(original)
-        made = _multiplied(rewriter, op) if op.kind == "einsum" else KEEP
-        if made is KEEP:
-            rewriter.ops.append(op)
-        else:
-            rewriter.replaced[op.results[0]] = made
+        rewriter.put(op, _multiplied(rewriter, op) if op.kind == "einsum" else KEEP)
     return rewriter.finish()
 
 
 @dataclass(frozen=True)
 class _Operand:
-    """An operand of a product, and the letters of its dims, of which no other one has `own`."""
+    """An operand of a product: its name, the letters of its dims, and the letter that the other operand lacks."""
 
     name: str
     letters: str

@@ -87,12 +87,7 @@ def canonical(program: Program, kept: Set[str] = frozenset()) -> Program:
             rewriter.replaced[op.results[0]] = op.arguments["self"]
             continue
         rewrite = _REWRITES.get(op.kind)
-        value = rewrite(rewriter, op) if rewrite else KEEP
-        if value is KEEP:
-            rewriter.ops.append(op)
-        else:
-            values = value if isinstance(value, tuple) else (value,)
-            rewriter.replaced.update(zip(op.results, values, strict=True))
+        rewriter.put(op, rewrite(rewriter, op) if rewrite else KEEP)
     return rewriter.finish()
 
 

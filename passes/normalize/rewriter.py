@@ -79,6 +79,13 @@ class Rewriter:
         self.ops.append(replace(like, target=target, arguments=arguments, results=(name,)))
         return Ref(name)
 
+    def put(self, op: Op, value: Argument) -> None:
+        """Write `op` as it is if `value` is KEEP; else later ops read `value` instead of its results."""
+        if value is KEEP:
+            self.ops.append(op)
+        else:
+            self.replaced.update(zip(op.results, value if isinstance(value, tuple) else (value,), strict=True))
+
     def finish(self, updates: tuple[Update, ...] | None = None) -> Program:
         """The rewritten program."""
         kept = self.program.updates if updates is None else updates

@@ -1,8 +1,8 @@
 """The order of tensors in memory: which are strided, and which views of these must copy.
 
 Strides are those of whole tensors, computed op by op as torch does. A part of a tensor has its elements in the same
-order. Pointwise ops and attention keep the order of what they read; what else is computed is in the order of its dims,
-and so is what enters a region.
+order. Pointwise ops and attention keep the order of what they read. Results of all other ops, and the arguments of
+regions, are taken to be in the order of their dims.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

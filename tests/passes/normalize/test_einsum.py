@@ -11,18 +11,18 @@ LEFT, RIGHT = (torch.linspace(-1, 1, 2 * 3 * 4 * 5, dtype=torch.float64).mul(sca
 
 # By equation: the shapes of the operands, and the ops that it becomes.
 WRITTEN: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[str]]] = {
-    # Dims in common are not first in both operands, in one.
+    # The shared dims come first in neither operand, and in one of them.
     "blhn,bshn->blsh": ((2, 3, 4, 5), (2, 3, 4, 5), ["permute", "contiguous"] * 2 + ["permute", "matmul", "permute"]),
     "bhln,bshn->bhls": ((2, 4, 3, 5), (2, 3, 4, 5), ["permute", "contiguous", "permute", "matmul"]),
-    # They are in another order.
+    # They come first in both, in different orders.
     "hbln,bhsn->bhls": ((4, 2, 3, 5), (2, 4, 3, 5), ["permute", "contiguous", "permute", "matmul"]),
-    # The second operand has the first dim of the result.
+    # The result begins with the dim of the second operand, so that it is on the left.
     "blhn,blhp->bhpn": (
         (2, 3, 4, 5),
         (2, 3, 4, 5),
         ["permute", "contiguous", "permute", "permute", "contiguous", "matmul"],
     ),
-    # The only dim in common is first in one operand.
+    # There is one shared dim, which comes first in one operand.
     "ijb,bjk->bik": ((3, 4, 2), (2, 4, 5), ["permute", "contiguous", "matmul"]),
 }
 # Equations that stay: nothing is copied, dims are broadcast or summed alone, or several are one operand's alone.
@@ -49,7 +49,7 @@ def _normal(equation: str, *shapes: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("equation", WRITTEN)
-def test_what_would_be_copied_is_copied_by_an_op(equation: str) -> None:
+def test_operands_that_einsum_copies_are_copied_by_an_op(equation: str) -> None:
     left, right, kinds = WRITTEN[equation]
     assert _normal(equation, left, right) == kinds
 
