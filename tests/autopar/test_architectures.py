@@ -14,7 +14,7 @@ SAMPLES = 4
 REQUIRED = [name for name, one in ARCHITECTURES.items() if not one.extra]
 EXTRA = [name for name, one in ARCHITECTURES.items() if one.extra]
 # A decoder, an encoder, and one with both: all are tested at night.
-FAST = {"falcon-multi-query-alibi", "bert", "t5"}
+FAST = {"falcon-multi-query-alibi", "bert"}
 
 
 def hold(one: Architecture, mesh: str, objective: str) -> None:

@@ -145,11 +145,12 @@ def _in_stages(cut: str) -> list[float]:
     "cut",
     [
         "bert.embeddings.dropout/dropout",
-        pytest.param("bert.encoder.layer.0.intermediate.dense", marks=pytest.mark.slow),
-        pytest.param("/cross_entropy_loss", marks=pytest.mark.slow),
-        pytest.param("dropout/dropout", marks=pytest.mark.slow),
+        "bert.encoder.layer.0.intermediate.dense",
+        "/cross_entropy_loss",
+        "dropout/dropout",
     ],
 )
+@pytest.mark.slow
 def test_evaluation_is_cut_where_training_is(cut: str) -> None:
     """Also at a module that evaluation has no op of."""
     assert max(error for own in run_ranks(_in_stages, 2, cut) for error in own) <= 1e-12

@@ -35,7 +35,7 @@ from tests.autopar.traces import traced_once
 from tests.passes.helpers import mesh_of
 
 # Seeds of the programs that run every time, and of those that run every night.
-FAST, FEW, NIGHTLY = range(10), range(10, 100), range(1000, 2200)
+FAST, FEW, NIGHTLY = range(5), range(5, 100), range(1000, 2200)
 
 
 def _run(seeds: range) -> list[Trial]:

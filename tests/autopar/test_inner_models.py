@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 import autopar
 from autopar.models.huggingface import pretrained_parts, without_inner_caches
 from autopar.testing import compare
-from tests.autopar.comparing import TOLERANCE, exact
+from tests.autopar.comparing import TOLERANCE, exact, marked
 from tests.autopar.wrapped import WRAPPED, Adapted
 from tests.models import gpt2, llama, tokens
 
@@ -40,7 +40,7 @@ def test_inner_models_keep_no_cache_in_training() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["2x2", pytest.param("4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", marked(WRAPPED, {"adapted", "preference"}))
 def test_equal_to_one_device(name: str, mesh: str) -> None:
     """Outputs and gradients; frozen parameters have none."""
     make, inputs = WRAPPED[name]

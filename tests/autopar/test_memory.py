@@ -71,7 +71,7 @@ def test_best_plans(name: str, mesh: str, options: dict[str, object]) -> None:
         pytest.param("llama", {"dp": 4}, {"zero": 3}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("classes", [64, 1024])
+@pytest.mark.parametrize("classes", [pytest.param(64, marks=pytest.mark.slow), 1024])
 def test_what_is_allocated(name: str, mesh: dict[str, int], options: dict[str, object], classes: int) -> None:
     """At the peak in a layer, and at that of the loss. Numbers among operands may be tensors for a moment."""
     given = {"micro_batches": 1, "recompute": "none", **options}
@@ -285,7 +285,7 @@ def test_the_optimizer_has_the_peak() -> None:
     assert measured <= predicted <= 1.01 * measured
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adagrad", marks=pytest.mark.slow)])
 def test_a_refusal_counts_what_the_optimizer_makes(optimizer: str) -> None:
     """The search counts the optimizer step as the simulator does: a plan keeps to the limit that it fills, and a
     smaller one is refused without anything set aside for what only the simulator counts."""

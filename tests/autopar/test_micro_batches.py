@@ -157,6 +157,7 @@ def _lifted_steps(text: str) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 def test_steps_of_a_replayed_plan() -> None:
     """Gradients add up over calls, optimizers go on from them, and batches may be given in parts or in other sizes."""
     options = {"cluster": "ideal", "micro_batches": 2, "recompute": {"transformer.*": "full"}}

@@ -38,6 +38,7 @@ def planned(mesh: dict[str, int] | int, cluster: Cluster | str, **options: objec
     return autopar.plan(large(), mesh, {"input_ids": ids, "labels": ids}, cluster=cluster, **options)
 
 
+@pytest.mark.slow
 def test_pipelines_are_chosen_where_they_are_faster(tmp_path):
     """Between slow links there is a pipeline, which says what it gains; the same plan comes of asking for one, a plan
     without one is slower, and it is replayed as it is."""

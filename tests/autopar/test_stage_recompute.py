@@ -62,9 +62,8 @@ def test_equal_to_one_device(name: str, mesh: dict[str, int], options: dict[str,
     assert comparison.worst[1] <= TOLERANCE, str(comparison)
 
 
-@pytest.mark.parametrize(
-    "level", ["full:1", pytest.param("full:2, selective", marks=_SLOW), pytest.param("full:3, ops", marks=_SLOW)]
-)
+@pytest.mark.parametrize("level", ["full:1", "full:2, selective", "full:3, ops"])
+@pytest.mark.slow
 def test_numbers_that_are_given_are_those_of_each_stage(level: str) -> None:
     """As they are in Megatron; the plan that has them is replayed, and compared with one device."""
     found = _plan("llama", {"pp": 2}, recompute=level)

@@ -109,7 +109,13 @@ def test_rings_beside_queries(methods):
     assert None not in report.gradients.values()
 
 
-@pytest.mark.parametrize("methods", [{"dp": "tokens", "tp": "classes"}, {"dp": "classes_at_once", "tp": "tokens"}])
+@pytest.mark.parametrize(
+    "methods",
+    [
+        {"dp": "tokens", "tp": "classes"},
+        pytest.param({"dp": "classes_at_once", "tp": "tokens"}, marks=pytest.mark.slow),
+    ],
+)
 def test_losses_in_chunks(methods):
     """Gradients of hidden states are pending sums over classes, those of the head over tokens."""
     options = {"constraints": {"@linear_cross_entropy": {"method": methods}}, "outputs": "scalars"}

@@ -208,6 +208,10 @@ def test_every_form_is_compared() -> None:
     assert {*LOCAL_FORMS, *TEMPORARIES, *REPEATED} <= set(CASES)
 
 
+# Cases that are like others, and one that takes long.
+_NIGHTLY = {*_OF_ONE[3:], "chunked_attention in a window"}
+
+
 @pytest.mark.parametrize(
     ("dtype", "device"),
     [
@@ -218,7 +222,7 @@ def test_every_form_is_compared() -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in _OF_ONE[3:] else name for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in _NIGHTLY else name for name in CASES]
 )
 def test_workspace(name: str, dtype: torch.dtype, device: str) -> None:
     """Bytes that are saved in all, and bytes of the backward pass besides them and the gradients of operands."""

@@ -163,8 +163,9 @@ def test_another_rule_is_traced_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog
     assert "another delta rule" in caplog.text
 
 
-@pytest.mark.parametrize("mesh", ["2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("4", "2x2"))])
+@pytest.mark.parametrize("mesh", ["2", "4", "2x2"])
 @pytest.mark.parametrize("make", SPLIT)
+@pytest.mark.slow
 def test_heads_are_split(make: Callable[[], nn.Module], mesh: str) -> None:
     """Samples over dp, heads over tp: of linear attention, and of its scan."""
     constraints = {"@delta_scan": {"method": {axis: "batch" if axis == "dp" else "heads" for axis in MESHES[mesh]}}}

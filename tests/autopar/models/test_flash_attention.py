@@ -154,6 +154,7 @@ def _other_documents(mesh: DeviceMesh) -> list[float]:
     return errors
 
 
+@pytest.mark.slow
 def test_other_documents() -> None:
     """One program serves documents of all lengths; another number of them, or of tokens, is planned at first use."""
     assert max(map(max, on_ranks(_other_documents, mesh="2"))) < 1e-12

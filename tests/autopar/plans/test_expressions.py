@@ -101,7 +101,8 @@ def planned_at(
     return use.peak, found.seconds.total
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_formulas_give_the_plan(compiled: Callable[[str], PlannedModel], name: str) -> None:
     """At the planned sizes they are the plan's figures, also as expressions of sympy, and after saving."""
     plan = Plan.from_json(compiled(name).plan.to_json())

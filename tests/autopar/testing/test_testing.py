@@ -307,7 +307,7 @@ def _checkpointed(reentrant: bool) -> float:
     return compare_on_mesh(model, mesh, tokens(), torch.float64, cluster="ideal").worst[1]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_models_that_compute_again(reentrant: bool) -> None:
     """A plan has its own choice of what is computed again; what is lifted in the forward pass is compared."""
     assert max(run_ranks(_checkpointed, 2, reentrant)) < 1e-9

@@ -18,7 +18,7 @@ def test_every_sample_has_a_rule() -> None:
 
 
 # Strategies on a mesh of two axes that are fast: each method on each axis is among them.
-_MOST = 24
+_MOST = 15
 
 
 @pytest.mark.parametrize("most", [pytest.param(None, marks=pytest.mark.slow), _MOST], ids=["all", "most"])

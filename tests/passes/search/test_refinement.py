@@ -130,7 +130,9 @@ def test_the_more_effort_was_spent_the_more_a_choice_must_help(monkeypatch: pyte
     assert effort.spent == pytest.approx(MOST_EFFORT)
 
 
-@pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize(
+    "tolerance", [0.01, *(pytest.param(tolerance, marks=pytest.mark.slow) for tolerance in (0.0, 0.1))]
+)
 def test_what_the_tolerance_leaves_out_is_in_the_bound(tolerance: float) -> None:
     """With a tolerance the best choice is at most so much slower than without, and its bound says so."""
     subproblems = _asked({"dp": 2}, 8e5)
@@ -147,7 +149,9 @@ def test_what_the_tolerance_leaves_out_is_in_the_bound(tolerance: float) -> None
     assert found.seconds * (1 - tolerance) <= best.seconds * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}, 4])
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 2, "tp": 2}, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ({"dp": 2}, 4))]
+)
 def test_a_search_whose_effort_is_spent_bounds_what_it_leaves_out(mesh: int | dict[str, int]) -> None:
     """A search ends at the first choice that fits where the effort is spent, and no choice of a whole search is faster
     than its bound."""

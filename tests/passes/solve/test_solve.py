@@ -34,7 +34,7 @@ def _solve(case: Planning, memory: float = UNLIMITED) -> Solution:
     return solve(case.problem, case.cluster, Limits(memory, STATES), Configuration(case.mesh))
 
 
-@pytest.mark.parametrize("seed", _seeds(0, 60, {2, 4, 7}))
+@pytest.mark.parametrize("seed", _seeds(0, 60, {4}))
 def test_solver_equals_brute_force(seed: int) -> None:
     """No choice is faster than the solver's, and what the solver says it takes, it takes."""
     case = random_planning(seed, blocks=3 if seed % 4 == 3 else 0)
@@ -83,7 +83,7 @@ def _against_all(case: Planning, configuration: Configuration | None = None) -> 
         assert best * (1 - 2e-6) <= solution.bound <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", _seeds(100, 50, {101, 103}))
+@pytest.mark.parametrize("seed", _seeds(100, 50, {101}))
 def test_solver_equals_brute_force_within_memory(seed: int) -> None:
     """The same where memory is short. Both may make redistributions again in the backward pass instead of keeping what
     they give."""
@@ -106,7 +106,7 @@ def test_solver_equals_brute_force_in_storing_parameters(seed: int) -> None:
 
 
 @pytest.mark.parametrize("small", [0, 10**9])
-@pytest.mark.parametrize("seed", _seeds(100, 10, {103}) + _seeds(300, 10, {302}) + _seeds(600, 10, set()))
+@pytest.mark.parametrize("seed", _seeds(100, 10, set()) + _seeds(300, 10, {302}) + _seeds(600, 10, set()))
 def test_branches_and_integer_programs_find_the_best(seed: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where frontiers are too large: all that is open is branched over, down to one strategy each, or goes to
     an integer program at once."""
