@@ -336,24 +336,25 @@ def _chunked_attention(
     soft_cap: float | None = None,
     dtype: torch.dtype | None = None,
     fills: str = "",
+    least: float | None = None,
     enable_gqa: bool = False,
     window: Sequence[int] | None = None,
     query_documents: Tensor | None = None,
     key_documents: Tensor | None = None,
 ) -> Tensor:
     """query: [batch, heads, queries, width]; bias: [batch or 1, heads or 1, queries or 1, keys or 1]; sink: [batch or
-    1, heads or 1, 1, 1]; masks and documents as above."""
+    1, heads or 1, 1, 1]; masks and documents as above. `least` is the number that hides scores, by default the least of
+    their dtype."""
     seen = _seen(query, key, band_of(is_causal, window), attn_mask, (query_documents, key_documents))
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
-    least = torch.finfo(scores.dtype).min
-    added = torch.zeros_like(seen, dtype=scores.dtype).masked_fill(~seen, least)
-    if bias is not None and fills:
-        bias = bias.masked_fill(~seen, 0.0)
-    scores = scores + (added if bias is None else bias + added)
+    if bias is not None:
+        scores = scores + (bias.masked_fill(~seen, 0.0) if fills else bias)
+    least = torch.finfo(scores.dtype).min if least is None else least
+    scores = scores + torch.zeros_like(seen, dtype=scores.dtype).masked_fill(~seen, least)
     if fills == "scores":
         scores = scores.masked_fill(~seen, least)
     if sink is not None:
@@ -366,7 +367,7 @@ CHUNKED_ATTENTION = "autopar.chunked_attention.default"
 _library.define(  # type: ignore[no-untyped-call]
     "chunked_attention(Tensor query, Tensor key, Tensor value, Tensor? bias=None, Tensor? sink=None, "
     "Tensor? attn_mask=None, bool is_causal=False, *, float? scale=None, float? soft_cap=None, ScalarType? dtype=None, "
-    'str fills="", bool enable_gqa=False, int[]? window=None, Tensor? query_documents=None, '
+    'str fills="", float? least=None, bool enable_gqa=False, int[]? window=None, Tensor? query_documents=None, '
     "Tensor? key_documents=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )

@@ -272,7 +272,8 @@ def _in_blocks(code: Scope, name: str, arguments: Mapping[str, Argument], **more
 
 def _in_chunks(code: Scope, arguments: Mapping[str, Argument], **more: Argument) -> str:
     """Attention in chunks; `more` are arguments besides those of the op."""
-    added = {name: arguments[name] for name in ("bias", "sink", "soft_cap", "dtype") if arguments[name] is not None}
+    options = ("bias", "sink", "soft_cap", "dtype", "least")
+    added = {name: arguments[name] for name in options if arguments[name] is not None}
     fills = {"fills": arguments["fills"]} if arguments["fills"] else {}
     return _in_blocks(code, "chunked_attention", arguments, **added, **fills, **more)
 

@@ -8,7 +8,8 @@ that anything else reads, dropout, and masks that hide a key twice leave attenti
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isinf, isnan, prod
+from functools import reduce
+from math import isfinite, isinf, isnan, prod
 
 import torch
 
@@ -138,7 +139,7 @@ def _rewritten(rewriter: Rewriter, found: _Attention) -> Argument:
     op = found.op
     queries, keys = (rewriter.type(each).shape[2] for each in (found.query, found.key))
     meaning, unread = _meaning(rewriter, found, queries, keys)
-    if (unread or meaning.rows) and not _is_exact(found, found.dtype or rewriter.type(found.query).dtype):
+    if (unread or meaning.rows) and not _is_exact(found):
         return KEEP
     made = _fused(rewriter, found, meaning, unread)
     if made is None:
@@ -151,20 +152,19 @@ def _rewritten(rewriter: Rewriter, found: _Attention) -> Argument:
     return permuted(rewriter, op, reshaped(rewriter, op, made, own), list(order))
 
 
-def _is_exact(found: _Attention, dtype: torch.dtype) -> bool:
-    """Whether attention in chunks, with scores of `dtype`, is as it is written also for a query whose keys are all
-    hidden.
+def _is_exact(found: _Attention) -> bool:
+    """Whether attention in chunks is as it is written also for a query whose keys are all hidden.
 
-    There one number hides all that any flags hide, the least of the dtype. The model may hide some keys twice, by the
-    sum of two least numbers; hide others by a bias, with another number; and pass gradients to biases that are added
-    after the scores were filled. A kernel returns zero where the sum of all is minus infinity.
+    There one number hides all that any flags hide, that of the model where it is known. The model may hide some keys
+    twice, by the sum of two least numbers; hide others by a bias, with another number; and pass gradients to biases
+    that are added after the scores were filled. A kernel returns zero where the sum of all is minus infinity.
     """
     first, several = found.flags[0], len(found.flags) > 1
     if several and any((each.fills, each.least) != (first.fills, first.least) for each in found.flags):
         return False
     if isnan(first.least) and several:
         return False
-    if found.terms and first.least != torch.finfo(dtype).min:
+    if found.terms and not isfinite(first.least):
         return False
     if found.op.target == _FUSED and isinf(first.least):
         return False
@@ -266,6 +266,17 @@ def _parts(rewriter: Rewriter, found: _Attention, dtype: torch.dtype) -> list[Re
     return parts
 
 
+def _least(rewriter: Rewriter, found: _Attention) -> float | None:
+    """The number that hides scores where it matters, as biases may hide others; None for the least of the dtype that
+    scores have after all terms were added."""
+    if not found.terms:
+        return None
+    dtypes = (rewriter.types[term.tensor].dtype for term in found.terms)
+    dtype = reduce(torch.promote_types, dtypes, rewriter.type(found.query).dtype)
+    least = found.flags[0].least
+    return None if least == torch.finfo(dtype).min else least
+
+
 def _flags(rewriter: Rewriter, found: _Attention, flags: Flags) -> Ref:
     """Flags with four dims; a mask of zeros in a band is not one of flags yet."""
     own = _shaped(rewriter, found, flags.tensor, flags.scores)
@@ -319,6 +330,7 @@ def _chunked(rewriter: Rewriter, found: _Attention, meaning: Meaning, unread: Se
         "soft_cap": found.cap,
         "dtype": found.dtype,
         "fills": next(iter(fills), ""),
+        "least": _least(rewriter, found) if hides else None,
         **(ungrouped(rewriter, found.key, found.value) or _shared(types)),
     }
     return rewriter.write(op, CHUNKED_ATTENTION, type, **given)

@@ -1,10 +1,12 @@
-"""Decompositions of ops without a sharding rule into ops with one, by torch's own decompositions."""
+"""Decompositions of ops without a sharding rule into ops with one, nearly all of them those of torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from passes._torch import FakeTensorMode, OpOverload, decomposition_table, is_composite, make_fx, pytree, schema_of
 from passes.ir.arguments import Argument, Ref, bound_arguments, rename
@@ -22,10 +24,34 @@ _DEEPEST = 4
 _DIFFERENT = frozenset({"embedding", "multilabel_margin_loss", "multilabel_margin_loss_forward"})
 
 
+def _plus_product(
+    product: Callable[[Tensor, Tensor], Tensor],
+    added: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:
+    """`beta * added + alpha * product(first, second)`; with a beta of 0, `added` is not read."""
+    found = product(first, second) if alpha == 1 else product(first, second) * alpha
+    if beta == 0:
+        return found
+    return found + (added if beta == 1 else added * beta)
+
+
+# Decompositions of our own: torch's bring half precision to single precision first, and multiply in it. Here the
+# product is rounded before the sum.
+_OWN: Mapping[str, Callable[..., Tensor]] = {
+    "aten.baddbmm.default": partial(_plus_product, torch.bmm),
+    "aten.addmv.default": partial(_plus_product, torch.mv),
+}
+
+
 def decomposed(program: Program) -> Program:
     """Decompose ops without a sharding rule, where all resulting ops have one; others stay whole.
 
-    torch's own decompositions are used, and their ops are written in canonical form.
+    torch's own decompositions are used, but for those of `_OWN`, and their ops are written in canonical form.
     """
     rewriter = Rewriter(program)
     for original in program.ops:
@@ -108,7 +134,8 @@ def _traced(op: Op, types: Mapping[str, TensorType], prefix: str) -> _Traced | N
         return op.overload(*positional, **{item.name: arguments[item.name] for item in schema if item.kwarg_only})
 
     # Operators made of others come apart by themselves.
-    table = {op.overload: decomposition_table[op.overload]} if op.overload in decomposition_table else {}
+    decomposition = _OWN.get(op.target) or decomposition_table.get(op.overload)
+    table = {} if decomposition is None else {op.overload: decomposition}
     with FakeTensorMode():
         fakes = [torch.empty(types[name].shape, dtype=types[name].dtype) for name in names]
         try:

@@ -130,9 +130,10 @@ class ScoreReader:
         return None if value is None else float(value)
 
     def is_least(self, argument: Argument, dtype: torch.dtype) -> bool:
-        """Whether an argument is a number that hides a score of this dtype."""
+        """Whether an argument is a number that hides a score of this dtype: the least of the dtype or of bfloat16, or
+        less."""
         number = self.number(argument)
-        return number is not None and number <= max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+        return number is not None and number <= max(torch.finfo(each).min for each in (dtype, torch.bfloat16))
 
     def _is_zero(self, argument: Argument) -> bool:
         """Whether an argument is zero, or a tensor of zeros."""
@@ -232,9 +233,11 @@ class ScoreReader:
             return self.with_terms(found, op.operands[0], times, filled=filled)
         if self._is_band(name, shape):
             return replace(found, flags=(*found.flags, Flags(name, shape, "")))
-        if found.dtype is not None:
+        terms = (*found.terms, Term(name, shape, times, filled))
+        if found.dtype is not None and all(self.rewriter.types[term.tensor].dtype != found.dtype for term in terms):
+            # The terms are added to the scores together, and would be rounded to a narrower dtype.
             return None
-        return replace(found, terms=(*found.terms, Term(name, shape, times, filled)))
+        return replace(found, terms=terms)
 
     def _is_band(self, name: str, scores: Shape) -> bool:
         """Whether a tensor is the least number outside of a band, and zero in it, for all batches."""

@@ -19,7 +19,8 @@ TOLERANCE = 1e-9
 
 def marked(names: Iterable[object], fast: Container[object]) -> list[object]:
     """Parameters of a test, of which only some are fast: the others are tested at night."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    every = ((name, name if isinstance(name, tuple) else (name,)) for name in names)
+    return [pytest.param(*values, marks=[] if name in fast else pytest.mark.slow) for name, values in every]
 
 
 def exact(model: nn.Module, mesh: str, inputs: Mapping[str, object], **options: object) -> Comparison:

@@ -36,6 +36,7 @@ class Options(TypedDict, total=False):
     soft_cap: float | None
     dtype: torch.dtype | None
     fills: str
+    least: float | None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -63,7 +64,7 @@ def _read(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[
     tensors = (options.get(name) for name in ("bias", "sink", "mask"))
     given = _Given(query, key, value, *tensors, *(options.get("documents") or (None, None)))  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    how = options.get("soft_cap"), options.get("dtype"), options.get("fills", "")
+    how = options.get("soft_cap"), options.get("dtype"), options.get("fills", ""), options.get("least")
     return given, _Form(scale, *how, band, digits)
 
 
@@ -87,13 +88,14 @@ class _Given(NamedTuple):
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of scores: scale, soft cap, the dtype of the softmax, what a mask fills, the band, and the digits of
-    this rank's queries."""
+    """The form of scores: scale, soft cap, the dtype of the softmax, what a mask fills, with which number (None: the
+    least of the dtype of scores), the band, and the digits of this rank's queries."""
 
     scale: float
     cap: float | None
     dtype: torch.dtype | None
     fills: str
+    least: float | None
     band: Band
     digits: Digits
 
@@ -240,7 +242,7 @@ def _scores(given: _Given, form: _Form, chunk: _Chunk) -> tuple[Tensor, Tensor |
         scores = scores.add_(added) if added.dtype == scores.dtype else scores + added
     hidden = _hidden(given, form, chunk)
     if hidden is not None:
-        scores.masked_fill_(hidden, torch.finfo(scores.dtype).min)
+        scores.masked_fill_(hidden, torch.finfo(scores.dtype).min if form.least is None else form.least)
     return scores, bent, hidden
 
 

@@ -1,6 +1,7 @@
 """Attention that is written out becomes one op, or stays as it is."""
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from math import prod
 
 import pytest
@@ -295,13 +296,20 @@ STOCK: Mapping[str, tuple[Callable[[], nn.Module], Said, Said]] = {
 }
 
 
-@pytest.mark.parametrize("name", marked(STOCK, {"gemma2", "gpt_oss", "llama", "t5"}))
-def test_stock_models(name: str) -> None:
+# Models and dtypes that are fast.
+_FAST = (
+    *(("gemma2", torch.float32), ("llama", torch.float32), ("t5", torch.float32)),
+    *(("gpt_oss", torch.bfloat16), ("bloom", torch.bfloat16), ("mpt", torch.bfloat16)),
+)
+
+
+@pytest.mark.parametrize(("name", "dtype"), marked(product(STOCK, (torch.float32, torch.bfloat16)), _FAST), ids=str)
+def test_stock_models(name: str, dtype: torch.dtype) -> None:
     """Nothing is as large as the scores, nor for all batches but the biases of T5."""
     build, *expected = STOCK[name]
     names = ("is_causal", "enable_gqa", "soft_cap", "window", "sink", "bias", "attn_mask", "fills")
     torch.manual_seed(0)
-    model = build()
+    model = build().to(dtype)
     for said, padding in zip(expected, (False, True), strict=True):
         program = normalized(model, **tokens(length=12, padding=padding), use_cache=False)
         first = next(op for op in program.ops if op.kind in ("chunked_attention", "scaled_dot_product_attention"))

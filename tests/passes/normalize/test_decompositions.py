@@ -54,6 +54,23 @@ def test_ops_whose_decomposition_differs_stay() -> None:
     assert _equal(program, F.multilabel_margin_loss, input=X, target=labels)
 
 
+@pytest.mark.parametrize("numbers", [{}, {"beta": 0.5, "alpha": 2.0}, {"beta": 0}], ids=str)
+@pytest.mark.parametrize("op", [torch.baddbmm, torch.addmv])
+def test_products_with_a_sum(op: Callable[..., Tensor], numbers: dict[str, float]) -> None:
+    """They are multiplied in the dtype that they have, which torch's decompositions do not in half precision."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        left, right = (x, y[0]) if op is torch.addmv else (x.reshape(2, 3, 8), y.reshape(2, 3, 8).mT)
+        return op(y[:, 0] if op is torch.addmv else x.reshape(2, 3, 8)[:, :, :3], left, right, **numbers).sin().sum()
+
+    program = normalized(Apply(function), x=X.clone().requires_grad_(), y=Y)
+    assert _equal(program, function, x=X, y=Y)
+    half = normalized(Apply(function), x=X.bfloat16().requires_grad_(), y=Y.bfloat16())
+    assert {type.dtype for type in half.types.values()} == {torch.bfloat16}
+    kinds = [op.kind for op in half.ops]
+    assert "bmm" in kinds or "matmul" in kinds
+
+
 def test_ops_with_checks_stay() -> None:
     """That a matrix has an inverse is checked by an operator without results, which no program has."""
     matrices = X.reshape(6, 8)[:, :4].reshape(6, 2, 2) + 3 * torch.eye(2, dtype=torch.float64)

@@ -32,6 +32,9 @@ FORMS: Mapping[str, Mapping[str, object]] = {
     "padding": {"is_causal": True, "mask": "row"},
     "padding that fills a bias": {"bias": (1, HEADS, SIZE, SIZE), "mask": "row", "fills": "bias", "is_causal": True},
     "padding that fills scores": {"bias": (1, HEADS, 1, SIZE), "mask": "row", "fills": "scores", "window": (4, 1)},
+    "padding that fills scores with a number": {
+        "bias": (1, HEADS, SIZE, SIZE), "mask": "row", "fills": "scores", "least": -2.0, "dtype": torch.float64,
+    },
     "flags": {"mask": "flags", "is_causal": True, "soft_cap": 1.0},
     "documents": {"documents": True, "is_causal": True, "bias": (1, HEADS, 1, SIZE)},
     "all": {
