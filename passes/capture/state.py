@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -100,7 +101,8 @@ class _Contents:
 
 
 def _is_dict(value: object) -> TypeGuard[_Items]:
-    return type(value) is dict
+    # Hooks of modules are in ordered ones.
+    return type(value) in (dict, OrderedDict)
 
 
 def _is_value(value: object) -> bool:

@@ -117,9 +117,18 @@ def _several(model: _Given, x: Tensor) -> Tensor:
     return x * model.inner.table * model.inner.sine
 
 
-@pytest.mark.parametrize("function", [_counts, _keeps, _flags, _several])
+def _hooked(model: _Given, x: Tensor) -> Tensor:
+    """As models of transformers hook layers whose outputs are asked for, once."""
+    if not hasattr(model, "is_hooked"):
+        model.is_hooked = True
+        model.inner.register_forward_hook(lambda *_: None)
+        model.inner.register_forward_pre_hook(lambda *_: None)
+    return x
+
+
+@pytest.mark.parametrize("function", [_counts, _keeps, _flags, _several, _hooked])
 def test_attributes_are_as_before(function: Callable[[_Given, Tensor], Tensor]) -> None:
-    """Attributes of all parts, and the items of dicts and lists: the model runs after a trace as it did before."""
+    """Attributes and hooks of all parts, and the items of dicts and lists: the model runs after a trace as it did before."""
     model = _Given(function)
     model.inner.register_buffer("cosine", None)
     model.tables, model.steps = {5: torch.zeros(5)}, [torch.zeros(1)]
@@ -136,3 +145,5 @@ def test_attributes_are_as_before(function: Callable[[_Given, Tensor], Tensor]) 
     assert len(model.steps) == 1
     assert model.steps[0] is step
     assert model.inner._buffers == {"cosine": None}
+    assert not model.inner._forward_hooks
+    assert not model.inner._forward_pre_hooks
