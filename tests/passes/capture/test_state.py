@@ -128,7 +128,7 @@ def _hooked(model: _Given, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [_counts, _keeps, _flags, _several, _hooked])
 def test_attributes_are_as_before(function: Callable[[_Given, Tensor], Tensor]) -> None:
-    """Attributes and hooks of all parts, and the items of dicts and lists: the model runs after a trace as it did before."""
+    """Attributes and hooks of all parts, and items of dicts and lists: the model runs after a trace as before."""
     model = _Given(function)
     model.inner.register_buffer("cosine", None)
     model.tables, model.steps = {5: torch.zeros(5)}, [torch.zeros(1)]
