@@ -9,7 +9,7 @@ that anything else reads, dropout, and masks that hide a key twice leave attenti
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from math import isfinite, isinf, isnan, prod
+from math import isinf, isnan, prod
 
 import torch
 
@@ -139,7 +139,7 @@ def _rewritten(rewriter: Rewriter, found: _Attention) -> Argument:
     op = found.op
     queries, keys = (rewriter.type(each).shape[2] for each in (found.query, found.key))
     meaning, unread = _meaning(rewriter, found, queries, keys)
-    if (unread or meaning.rows) and not _is_exact(found):
+    if (unread or meaning.rows) and not _is_exact(found, _scores_dtype(rewriter, found)):
         return KEEP
     made = _fused(rewriter, found, meaning, unread)
     if made is None:
@@ -152,19 +152,26 @@ def _rewritten(rewriter: Rewriter, found: _Attention) -> Argument:
     return permuted(rewriter, op, reshaped(rewriter, op, made, own), list(order))
 
 
-def _is_exact(found: _Attention) -> bool:
-    """Whether attention in chunks is as it is written also for a query whose keys are all hidden.
+def _scores_dtype(rewriter: Rewriter, found: _Attention) -> torch.dtype:
+    """The dtype of the scores in chunks, after all terms were added."""
+    dtypes = (rewriter.types[term.tensor].dtype for term in found.terms)
+    return reduce(torch.promote_types, dtypes, rewriter.type(found.query).dtype)
 
-    There one number hides all that any flags hide, that of the model where it is known. The model may hide some keys
-    twice, by the sum of two least numbers; hide others by a bias, with another number; and pass gradients to biases
-    that are added after the scores were filled. A kernel returns zero where the sum of all is minus infinity.
+
+def _is_exact(found: _Attention, dtype: torch.dtype) -> bool:
+    """Whether attention in chunks, with scores of `dtype`, is as it is written also for a query whose keys are all
+    hidden.
+
+    There one number hides all that any flags hide, that of the model where scores can have it. The model may hide some
+    keys twice, by the sum of two least numbers; hide others by a bias, with another number; and pass gradients to
+    biases that are added after the scores were filled. A kernel returns zero where the sum of all is minus infinity.
     """
     first, several = found.flags[0], len(found.flags) > 1
     if several and any((each.fills, each.least) != (first.fills, first.least) for each in found.flags):
         return False
     if isnan(first.least) and several:
         return False
-    if found.terms and not isfinite(first.least):
+    if found.terms and not first.least >= torch.finfo(dtype).min:
         return False
     if found.op.target == _FUSED and isinf(first.least):
         return False
@@ -271,10 +278,8 @@ def _least(rewriter: Rewriter, found: _Attention) -> float | None:
     scores have after all terms were added."""
     if not found.terms:
         return None
-    dtypes = (rewriter.types[term.tensor].dtype for term in found.terms)
-    dtype = reduce(torch.promote_types, dtypes, rewriter.type(found.query).dtype)
     least = found.flags[0].least
-    return None if least == torch.finfo(dtype).min else least
+    return None if least == torch.finfo(_scores_dtype(rewriter, found)).min else least
 
 
 def _flags(rewriter: Rewriter, found: _Attention, flags: Flags) -> Ref:

@@ -227,6 +227,19 @@ def test_queries_without_keys(name: str) -> None:
     _equal(program, function, shown=shown)
 
 
+def test_a_mask_of_a_wider_dtype_than_scores() -> None:
+    """Its number for hidden keys is below all that scores of bfloat16 with a bias can have: they stay written."""
+
+    def function(x: Tensor, bias: Tensor, shown: Tensor) -> Tensor:
+        hidden = torch.zeros_like(shown).masked_fill(shown == 0, torch.finfo(torch.float32).min)
+        return (x @ x.mT + bias + hidden).softmax(-1).to(x.dtype) @ x
+
+    half, shown = X.bfloat16(), torch.ones(2, 1, 1, LENGTH)
+    bias = torch.zeros(HEADS, 1, LENGTH, dtype=torch.bfloat16)
+    assert _attentions(normalized(Apply(function), x=half, bias=bias, shown=shown)) == []
+    assert len(_attentions(normalized(Apply(function), x=half, bias=bias.float(), shown=shown))) == 1
+
+
 def test_fused_attention_with_a_bias() -> None:
     """Kernels have no gradients of biases; others are theirs."""
 
