@@ -55,7 +55,7 @@ def caches_kept(module: nn.Module) -> Iterator[None]:
                     setattr(owner, name, values[name])
                 else:
                     delattr(owner, name)
-            for entries in [value for value in list(vars(owner).values()) if _is_dict(value)]:
+            for entries in [value for value in list(vars(owner).values()) if is_dict(value)]:
                 for key in [key for key, value in entries.items() if _has_fakes(value)]:
                     del entries[key]
             for function in _functions(owner):
@@ -86,7 +86,8 @@ def _is_cached(value: object) -> TypeGuard[_Cached]:
     return isinstance(value, _CACHED)
 
 
-def _is_dict(value: object) -> TypeGuard[dict[object, object]]:
+def is_dict(value: object) -> TypeGuard[dict[object, object]]:
+    """Whether a value is a dict of Python's own kinds, whose items can be taken out without side effects."""
     return type(value) in _DICTS
 
 

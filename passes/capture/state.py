@@ -2,16 +2,16 @@
 
 import random
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TypeGuard, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from passes._torch import TABLES
+from passes.capture.caches import is_dict
 from passes.capture.source import UntraceableError, line_of_frame, replaced
 
 # The function of torch that enters the mode around a decorated one.
@@ -68,14 +68,14 @@ def state_kept(module: nn.Module, changed: dict[str, None]) -> Iterator[None]:
 
 
 class _Contents:
-    """The attributes of the module at a path, and the items of those that are dicts and lists."""
+    """The attributes of the module at a path, and the items of those that are dicts, as its hooks are, and lists."""
 
     def __init__(self, path: str, part: nn.Module) -> None:
         own = vars(part)
         self.path = path
         self._own = cast(_Items, own), dict(cast(_Items, own))
         self._tables = [(own[name], dict(own[name])) for name in TABLES if name in own]
-        self._dicts = [(value, dict(value)) for name, value in own.items() if _is_dict(value) and name not in TABLES]
+        self._dicts = [(value, dict(value)) for name, value in own.items() if is_dict(value) and name not in TABLES]
         self._lists = [(value, list(value)) for value in own.values() if type(value) is list]
 
     def changed(self) -> Iterator[str]:
@@ -98,11 +98,6 @@ class _Contents:
             now.update({name: value for name, value in before.items() if now.get(name) is not value})
         for items, kept in self._lists:
             items[:] = kept
-
-
-def _is_dict(value: object) -> TypeGuard[_Items]:
-    # Hooks of modules are in ordered ones.
-    return type(value) in (dict, OrderedDict)
 
 
 def _is_value(value: object) -> bool:

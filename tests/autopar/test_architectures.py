@@ -13,7 +13,7 @@ from tests.autopar.comparing import MESHES, TOLERANCE, marked
 SAMPLES = 4
 REQUIRED = [name for name, one in ARCHITECTURES.items() if not one.extra]
 EXTRA = [name for name, one in ARCHITECTURES.items() if one.extra]
-# A decoder, an encoder, and one with both: all are tested at night.
+# A decoder and an encoder: all are tested at night.
 FAST = {"falcon-multi-query-alibi", "bert"}
 
 

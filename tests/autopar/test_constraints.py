@@ -183,7 +183,7 @@ def test_splits_alone(name):
     _exact(name, (2,), _splits(name, "tp"))
 
 
-# Every split once or twice, on both axes those that come in the middle.
+# Two that share no split: all are tested at night.
 FAST_PAIRS = [("batch", "heads"), ("ffn", "vocabulary")]
 ALL_PAIRS = list(combinations(_llama_splits("tp"), 2))
 

@@ -7,11 +7,12 @@ import pytest
 
 from autopar.testing import run_ranks
 from passes.cost.schedules import SCHEDULES
+from tests.autopar.comparing import marked
 from tests.autopar.staged import MESHES, STEPS, TOLERANCE, Outcome, make_staged, run_seeds
 
 # Seeds by number of ranks that run every time, and those that run every night, so many in one job. In that of three
 # ranks a stage hands on a tensor without a gradient to the next one, on the same rank.
-FAST = {2: range(200, 202)}
+FAST = {2: range(200, 202), 3: range(1059, 1060), 4: range(202, 203)}
 NIGHTLY, TOGETHER = range(1000, 1100), 20
 # Where flags that follow from features are counted, samples see each other, which is refused.
 _LEAST_RUN = 0.8
@@ -38,7 +39,7 @@ def _run(ranks: int, seeds: range) -> None:
     assert len(refused) <= (1 - _LEAST_RUN) * len(seeds) + 1, refused
 
 
-@pytest.mark.parametrize("ranks", FAST)
+@pytest.mark.parametrize("ranks", marked(FAST, {2}))
 def test_random_models_in_stages(ranks: int) -> None:
     """Loss, outputs, gradients over two steps and an evaluation."""
     _run(ranks, FAST[ranks])

@@ -50,8 +50,7 @@ NAMES = list(FEW[:2])
 
 @pytest.fixture(scope="module")
 def found() -> Predictions:
-    """One run each of a layer alone and of FSDP; one of an unknown device, and one that cannot be
-    read."""
+    """One run each of a layer alone and of FSDP; one of an unknown device, and one that cannot be read."""
     few = [records()[name] for name in NAMES]
     return predict_all([*few, {**few[0], "id": "unknown", "hardware": {"gpu": "Z9", "count": 8}}, {"id": "empty"}])
 
@@ -69,6 +68,16 @@ def test_few_runs_are_predicted(found: Predictions) -> None:
     plan = found.scored[Knowledge.ALL][1].plan
     assert plan is not None
     assert (plan.gather_once, plan.reduce_once, len(plan.stages[0].regathered)) == (False, False, 12)
+
+
+@pytest.mark.slow
+def test_a_run_in_stages_is_predicted() -> None:
+    """The step of a run with a pipeline is near what was measured."""
+    for items in predict_all([records()[FEW[3]]]).scored.values():
+        (item,) = items
+        assert item.error is not None
+        assert abs(item.error) < 0.15
+        assert abs(item.flops_apart) <= 0.011
 
 
 @pytest.mark.slow
