@@ -19,7 +19,7 @@ Scores of hidden keys are the least number, so that a query without any keys att
 with `scale`, soft-capped, and cast to `dtype` before. Generated code calls a function of the runtime that makes logits
 of some tokens at a time.
 
-`autopar::delta_scan` is in `passes/scans.py`, `autopar::ctc_loss` in `passes/ctc.py`.
+`autopar::delta_scan` and `autopar::selective_scan` are in `passes/scans`, `autopar::ctc_loss` in `passes/ctc.py`.
 
 `autopar::padded_conv1d` is a convolution of stride 1 with as many zeros before and after as its padding says of each,
 and a result as long as its operand.
@@ -46,7 +46,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import conv1d, cross_entropy, linear, scaled_dot_product_attention
 
-import passes.scans  # noqa: F401  (registers an operator)
+import passes.scans.delta
+import passes.scans.selective  # noqa: F401  (both register an operator)
 from passes._torch import OpOverload
 from passes.ir.arguments import find_overload
 from passes.ir.bands import Band, band_of

@@ -6,59 +6,15 @@ chunks. A trace has an op for each step of these in each layer. Here the places 
 `transformers` does outside of traces, and the chunks are one op.
 """
 
-import inspect
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import cast
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from passes.capture.source import replaced
-from passes.ir.log import logger
-from passes.scans import delta_scan
+from passes.scans.delta import delta_scan
 
-# The functions of modules of `transformers`, and the arguments that they have in all of them.
-_FUNCTIONS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-_KNOWN = (
-    "query", "key", "value", "g", "beta",
-    "chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
-)  # fmt: skip
-# Arguments for kernels: without these `transformers` refuses them.
-_DOCUMENTS = ("cu_seqlens", "seq_idx")
 _EPSILON = 1e-6
 # Places whose decays to each other are computed channel by channel; beyond these they go by the first of such a block.
 _BLOCK = 16
-
-Given = Tensor | int | bool | None
-Rule = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-@contextmanager
-def without_loops(model: nn.Module) -> Iterator[None]:
-    """Enter around a trace of `model`: the delta rule in chunks is computed without loops."""
-    with ExitStack() as stack:
-        for name in sorted({type(module).__module__ for module in model.modules()}):
-            for function in _FUNCTIONS:
-                found: Rule | None = getattr(sys.modules.get(name), function, None)
-                if found is None:
-                    continue
-                if set(_KNOWN) <= set(inspect.signature(found).parameters):
-                    stack.enter_context(replaced(sys.modules[name], function, partial(_called, found)))
-                else:
-                    logger.info("this version of transformers has another delta rule, which is traced in its loops")
-        yield
-
-
-def _called(original: Rule, *given: Given, **named: Given) -> tuple[Tensor, Tensor | None]:
-    """A call of a function of `transformers`."""
-    if any(named.get(name) is not None for name in _DOCUMENTS):
-        return original(*given, **named)
-    arguments = inspect.signature(original).bind(*given, **named).arguments
-    return cast(Rule, gated_delta_rule)(**{name: arguments[name] for name in _KNOWN if name in arguments})
 
 
 def gated_delta_rule(

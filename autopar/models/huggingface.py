@@ -14,8 +14,8 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from autopar.models.delta_rule import without_loops
 from autopar.models.flash_attention import LONGEST, without_kernels
+from autopar.models.loops import without_loops
 from passes.capture.source import replaced
 from passes.capture.values import is_readable
 from passes.ir.errors import InputError

@@ -35,6 +35,7 @@ from autopar.runtime.generated.linear_loss import linear_cross_entropy
 from autopar.runtime.generated.ring_attention import ring_attention
 from autopar.runtime.generated.saving import recomputed
 from autopar.runtime.generated.scan import split_delta_scan
+from autopar.runtime.generated.selective_scan import split_selective_scan
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.state import Axis
 from passes.ir.layout import I, P, R, S
@@ -75,6 +76,7 @@ __all__ = [
     "split_log_softmax",
     "split_logsumexp",
     "split_rms_norm",
+    "split_selective_scan",
     "split_softmax",
     "split_updating_batch_norm",
     "vocabulary_cross_entropy",

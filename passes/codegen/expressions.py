@@ -507,6 +507,11 @@ def _scan_form(code: Scope, statement: Compute) -> str:
     return _called(code, "split_delta_scan", given, digits=_digits(code, _one(statement)))
 
 
+def _selective_form(code: Scope, statement: Compute) -> str:
+    given = list(statement.op.arguments.values())
+    return _called(code, "split_selective_scan", given, digits=_digits(code, _one(statement)))
+
+
 def _haloed_form(code: Scope, statement: Compute) -> str:
     """The op on a block with what it needs of its neighbours, without padding in the dims that are split."""
     op = statement.op
@@ -548,4 +553,5 @@ WRITERS: dict[str, Callable[[Scope, Compute], str]] = {
     "logsumexp": _softmax_form,
     "cumsum": _cumsum_form,
     "delta_scan": _scan_form,
+    "selective_scan": _selective_form,
 }

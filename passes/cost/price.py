@@ -38,6 +38,7 @@ from passes.rules.attention_forms import (
 from passes.rules.cheap import is_cheap, second_products
 from passes.rules.form_context import MoreWork, Split, Traffic, Workspace
 from passes.rules.local_forms import LOCAL_FORMS, LocalForm, form_that_runs, linear_loss
+from passes.rules.scan_forms import selective_temporaries
 from passes.rules.strategies import Choice, OpContext, op_context, replicated
 
 _PLAIN = LocalForm()
@@ -201,6 +202,8 @@ def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy,
     shapes = [
         local_shape(type.shape, layout, mesh) for type, layout in zip(context.operands, strategy.operands, strict=True)
     ]
+    if context.op.kind == _SELECTIVE_SCAN:
+        return 0.0, selective_temporaries(shapes, context.operands[0].dtype)
     attention = local_attention(context, choices, strategy, mesh, device)
     if attention is not None:
         masks = zip(context.operands[3:], shapes[3:], strict=True)
@@ -219,7 +222,8 @@ def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy,
 
 _ATTENTION = ("scaled_dot_product_attention", "chunked_attention")
 _LINEAR_LOSS = "linear_cross_entropy"
-_KINDS = frozenset((*TEMPORARIES, *REPEATED, *_ATTENTION))
+_SELECTIVE_SCAN = "selective_scan"
+_KINDS = frozenset((*TEMPORARIES, *REPEATED, *_ATTENTION, _SELECTIVE_SCAN))
 
 
 class OpSeconds(NamedTuple):
@@ -357,6 +361,9 @@ class OpPrices:
             kernels = (1, 1 if flowing else 0) if fused.starts else (0, 0)
         read, written = sum(reads), sum(writes)
         back = written + gradients + _saved(context, reads, writes, fused) if flowing else 0
+        if rule is not None and reads:
+            there, again = (each * elements[0] * context.operands[0].dtype.itemsize for each in rule.passes)
+            read, back = read + there, back + again if flowing else back
         if fused is None and rule is not None and flowing:
             written += sum(reads[item.index] for item in rule.saved if item.copy)
         # A loss may be in another dtype than the product that it is computed from.

@@ -96,6 +96,8 @@ class Rule:
       gradient.
     - `launched_for`: the factor for each element of which as many of these are launched, so that a rank with a part of
       it launches a part of them; none if "".
+    - `passes`: the bytes of temporaries that the forward and the backward pass read and write, relative to those of the
+      first operand.
     - `saved`: the tensors that autograd saves.
     - `moves`: whether it reads or writes memory (a view does not).
     """
@@ -113,6 +115,7 @@ class Rule:
     divided: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     kernels: tuple[int, int] | None = None
     launched_for: str = ""
+    passes: tuple[float, float] = (0.0, 0.0)
     saved: tuple[Saved, ...] = ()
     moves: bool = True
 

@@ -18,6 +18,7 @@ FORMS = (
     "split_log_softmax",
     "split_logsumexp",
     "split_rms_norm",
+    "split_selective_scan",
     "split_softmax",
     "split_updating_batch_norm",
     "vocabulary_cross_entropy",

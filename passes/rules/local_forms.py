@@ -34,7 +34,15 @@ from passes.rules.form_context import (
     Workspace,
     even_share,
 )
-from passes.rules.scan_forms import scan_steps, scan_work, scan_workspace
+from passes.rules.scan_forms import (
+    scan_steps,
+    scan_work,
+    scan_workspace,
+    selective_backward,
+    selective_steps,
+    selective_work,
+    selective_workspace,
+)
 
 
 def _share(splits: Sequence[Split], factor: Factor) -> float:
@@ -219,6 +227,9 @@ LOCAL_FORMS: Mapping[str, LocalForm] = {
     # The sum of each rank's part.
     "cumsum": LocalForm(lambda context: _gathered(context, 1), workspace=_multiples(0, 3)),
     "delta_scan": LocalForm(scan_steps, more=scan_work, workspace=scan_workspace),
+    "selective_scan": LocalForm(
+        selective_steps, selective_backward, more=selective_work, workspace=selective_workspace, is_wide=True
+    ),
 }
 
 

@@ -1,11 +1,14 @@
-"""Recurrent layers, of which only samples are split, and the scan of linear attention."""
+"""Recurrent layers, of which only samples are split, and the scans of linear attention and of state spaces."""
 
 from collections.abc import Mapping
 from math import prod
 
+import torch
+
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Dims, Factor, Role, Rule, Saved
 from passes.rules.parts import factors, is_tensor, one, rule_for
+from passes.rules.scan_forms import selective_kernels
 
 
 @rule_for("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -60,7 +63,7 @@ def delta_scan(op: Op, types: Mapping[str, TensorType]) -> Rule:
     batch heads chunks width out, batch heads width out: one chunk after the other. Decays are those of heads, or of
     heads and width.
 
-    Of split chunks each rank computes what they do to any state, too (`passes.scans.carry`)."""
+    Of split chunks each rank computes what they do to any state, too (`passes.scans.delta.carry`)."""
     query, _, values, _, _, decay = (types[name].shape for name in op.operands[:6])
     batch, heads, chunks, places, width = (
         one(name, size) for name, size in zip(("batch", "heads", "chunks", "places", "width"), query, strict=True)
@@ -98,4 +101,40 @@ def delta_scan(op: Op, types: Mapping[str, TensorType]) -> Rule:
         saved=(*(Saved(slot) for slot in range(6)), Saved(1, result=True)),
         kernels=(_SCAN_KERNELS[0] * query[2], _SCAN_KERNELS[1] * query[2]),
         launched_for="chunks",
+    )
+
+
+# Passes over the states of all places (see `passes/scans/selective.py`), forward and backward.
+_SELECTIVE_PASSES = (20, 62)
+
+
+@rule_for("selective_scan")
+def selective_scan(op: Op, types: Mapping[str, TensorType]) -> Rule:
+    """batch channels places, the same, channels width, batch width places, the same -> batch channels places, batch
+    channels width: one block of places after the other.
+
+    Of split places each rank computes what they do to any state, as it does of blocks."""
+    x = types[op.operands[0]]
+    batch, channels, places = (
+        one(name, size) for name, size in zip(("batch", "channels", "places"), x.shape, strict=True)
+    )
+    width = one("width", types[op.operands[2]].shape[1])
+    operands: tuple[Dims, ...] = (*((batch, channels, places),) * 2, (channels, width), *((batch, width, places),) * 2)
+    results: tuple[Dims, ...] = ((batch, channels, places), (batch, channels, width))
+    found = factors(*operands, *results, roles={"width": Role.WHOLE})
+    forms = {}
+    if "places" in found:
+        found["places"] = Factor(x.shape[2], Role.INSIDE, ordered=True)
+        forms["places"] = "selective_scan"
+    states = max(torch.float32.itemsize, x.dtype.itemsize) / x.dtype.itemsize * types[op.operands[2]].shape[1]
+    return Rule(
+        found,
+        operands,
+        results,
+        linear=(frozenset({0}), frozenset({3})),
+        forms=forms,
+        kernels=selective_kernels(x.shape[2]),
+        launched_for="places",
+        passes=(_SELECTIVE_PASSES[0] * states, _SELECTIVE_PASSES[1] * states),
+        saved=tuple(Saved(slot) for slot in range(5)),
     )

@@ -1,11 +1,16 @@
-"""The local form of the scan of linear attention, whose chunks are split (`autopar/runtime/generated/scan.py`)."""
+"""The local forms of scans whose sequence is split: that of linear attention (`autopar/runtime/generated/scan.py`) and
+of selective state spaces (`selective_scan.py` there)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 
-from passes.ir.layout import R, S
+import torch
+
+from passes.ir.layout import R, S, Shape
 from passes.ir.redistribution import RedistributionStep
 from passes.ir.rule import Rule
-from passes.rules.form_context import FormContext, FormStep, MoreWork, Steps, Workspace
+from passes.rules.form_context import FormContext, FormStep, MoreWork, Steps, Workspace, single_itemsize
+from passes.scans.selective import block_sizes, stride_of
 
 
 def scan_steps(context: FormContext) -> Steps:
@@ -30,7 +35,7 @@ def scan_workspace(context: FormContext) -> Workspace:
     return ranks * one + (state if len(context.operands) > 6 else 0.0), max(sent, again)
 
 
-# Kernels of `passes.scans.carry` and its gradients for each chunk, and of the states between ranks for each rank.
+# Kernels of `passes.scans.delta.carry` and its gradients for each chunk, and of the states between ranks for each rank.
 _CARRY_KERNELS, _BETWEEN_KERNELS = (6, 21), (2, 6)
 
 
@@ -46,3 +51,73 @@ def scan_work(rule: Rule, ways: Mapping[str, int]) -> MoreWork:
     between = 2 * ranks * width / (2 * places * chunks)
     kernels = (each * chunks + more * ranks for each, more in zip(_CARRY_KERNELS, _BETWEEN_KERNELS, strict=True))
     return MoreWork((2 * wide + between) / forward, ((7 - 2 / chunks) * wide + 3 * between) / backward, *kernels)
+
+
+def selective_steps(context: FormContext) -> Steps:
+    """The factor of a state over every rank's places, and the state that these leave from zero. Gradients go another
+    way."""
+    return (FormStep(_gathered_states(context, 2), flows=False),)
+
+
+def selective_backward(context: FormContext) -> tuple[RedistributionStep, ...]:
+    """The gradient that every rank's results give the state before its places."""
+    return (_gathered_states(context, 1),)
+
+
+def _gathered_states(context: FormContext, count: int) -> RedistributionStep:
+    """`count` tensors like a state of each rank."""
+    (batch, channels, _), width = context.operands[0], context.operands[2][1]
+    ranks = context.before
+    part, whole = (count * batch, channels, ranks, width), (count * batch, channels, ranks * context.ways, width)
+    return RedistributionStep(context.span, S(2), R, part, whole)
+
+
+def selective_workspace(context: FormContext) -> Workspace:
+    """Saved are the state before a rank's places and the factors of those of all ranks. In the backward pass the
+    gradients of their states are there, too."""
+    (batch, channels, _), width = context.operands[0], context.operands[2][1]
+    state = batch * channels * width * single_itemsize(context)
+    ranks = context.before * context.ways * context.after
+    return (ranks + 1) * state, selective_temporaries(context.operands, context.dtype) + (ranks + 2) * state
+
+
+# Kernels of a selective scan for each place of a block, for each block, and besides, forward and backward; and for each
+# rank of those that split it.
+_SELECTIVE_KERNELS, _RANK_KERNELS = ((10, 2, 16), (33, 4, 60)), (1, 1)
+
+
+def selective_kernels(length: int) -> tuple[int, int]:
+    """The kernels of `passes.scans.selective`, forward and backward."""
+    blocks, places = block_sizes(length)
+    forward, backward = (place * places + block * blocks + more for place, block, more in _SELECTIVE_KERNELS)
+    return forward, backward
+
+
+def selective_work(rule: Rule, ways: Mapping[str, int]) -> MoreWork:
+    """The kernels of a rank's part of the places are more than a part of all kernels."""
+    length, parts = rule.factors["places"].size, ways["places"]
+    forward, backward = (
+        own - whole / parts + more * parts
+        for own, whole, more in zip(
+            selective_kernels(length // parts), selective_kernels(length), _RANK_KERNELS, strict=True
+        )
+    )
+    return MoreWork(forward_kernels=forward, backward_kernels=backward)
+
+
+def selective_temporaries(operands: Sequence[Shape], dtype: torch.dtype) -> float:
+    """Bytes of the temporaries of the backward pass of `passes.scans.selective`, for local operands of these shapes,
+    besides the gradients of operands."""
+    (batch, channels, length), width = operands[0], operands[2][1]
+    itemsize = max(torch.float32.itemsize, dtype.itemsize)
+    blocks, places = block_sizes(length)
+    stride = stride_of(places)
+    strides = -(-places // stride)
+    # dt, its products with x, the gradients of these and of the results; b, c, and their gradients; of states: ends,
+    # decays, those before, and the gradients of those after.
+    row, narrow, state = (batch * blocks * each for each in (channels * places, width * places, channels * width))
+    kept = 5 * row + 4 * narrow + 4 * state
+    # States before strides and within one, and two products. At the end: gradients of operands, and x, if it was cast.
+    states = max(strides - 1 + places - (strides - 1) * stride, strides - 2 + stride) + 2
+    most = kept + max(states * state, (3 + (dtype.itemsize < itemsize)) * row, 2 * row + 3 * narrow)
+    return most * itemsize - sum(map(prod, operands)) * dtype.itemsize

@@ -54,6 +54,9 @@ _CHUNKED_PLACES = (
     _wide(2, 4, 12, 8, 8),
 )
 _DECAYS = (_wide(2, 4, 12, 1), _wide(2, 4, 12, 16))
+_SELECTIVE = "autopar.selective_scan.default"
+# 32 channels with states of 16.
+_STATE_SPACE = (*(_wide(2, 32, 400),) * 2, _wide(32, 16), *(_wide(2, 16, 400),) * 2)
 # The number of arguments that are no keywords, and keywords.
 _CONVOLUTION = "autopar.padded_conv1d.default"
 _KEYWORDS = {
@@ -98,6 +101,9 @@ CASES: dict[str, tuple[str, tuple[object, ...], str]] = {
     "delta_scan with decays of channels": (_SCAN, (*_CHUNKED_PLACES, _DECAYS[1], None), "chunks"),
     "delta_scan from a state": (_SCAN, (*_CHUNKED_PLACES, _DECAYS[0], _wide(2, 4, 16, 24)), "chunks"),
     "delta_scan of parts of the values": (_SCAN, (*_CHUNKED_PLACES, _DECAYS[0], None), "chunks out"),
+    "selective_scan": (_SELECTIVE, _STATE_SPACE, "places"),
+    "scan of all places": (_SELECTIVE, _STATE_SPACE, "channels"),
+    "selective_scan of places of samples": (_SELECTIVE, _STATE_SPACE, "batch places"),
     "layer_norm without weight": (_NORM, (_wide(), [WIDTH]), "inner1"),
     "rms_norm without weight": ("aten.rms_norm.default", (_wide(), [WIDTH], None, 1e-5), "inner1"),
     "blockwise_attention of groups": (_ATTENTION, (_LONG, _KEYS, _KEYS, *_CAUSAL), "queries"),

@@ -15,7 +15,7 @@ from autopar.runtime.generated.collectives import all_gather, reduce_scatter
 from autopar.runtime.generated.digits import Digits
 from autopar.runtime.state import Axis, rank_along
 from passes.ir.layout import P, R, S
-from passes.scans import add_carry_gradients, carry, delta_scan, scan_gradients
+from passes.scans.delta import add_carry_gradients, carry, delta_scan, scan_gradients
 
 # The dim of chunks.
 _CHUNKS = 2

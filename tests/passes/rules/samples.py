@@ -266,6 +266,8 @@ def _recurrent(make: Maker, call: Make) -> Iterator[Sample]:
     within = make.normal(12, 6, 6, 3, 3)
     yield call("autopar.delta_scan.default", *scanned, within, make.positive(12, 6, 6, 1), None)
     yield call("autopar.delta_scan.default", *scanned, within, make.positive(12, 6, 6, 8), make.normal(12, 6, 8, 24))
+    given = make.normal(12, 6, 24), make.positive(12, 6, 24), -make.positive(6, 3)
+    yield call("autopar.selective_scan.default", *given, make.normal(12, 3, 24), make.normal(12, 3, 24))
 
 
 def _random(make: Maker, call: Make) -> Iterator[Sample]:

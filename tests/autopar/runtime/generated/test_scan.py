@@ -11,7 +11,7 @@ from passes.cost.price import shares
 from passes.ir.rule import Rule
 from passes.rules.scan_forms import scan_work
 from passes.rules.strategies import named_choices
-from passes.scans import add_carry_gradients, carry
+from passes.scans.delta import add_carry_gradients, carry
 from tests.autopar.runtime.generated.kernels import Kernels
 from tests.passes.helpers import mesh_of
 from tests.passes.rules.one_op import one_op

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from passes.scans import add_carry_gradients, carry, delta_scan
+from passes.scans.delta import add_carry_gradients, carry, delta_scan
 
 
 def _operands(*, state: bool, channels: int = 1) -> list[Tensor | None]:
