@@ -66,7 +66,7 @@ def extra() -> Iterator[Architecture]:
         "openai-gpt": ("OpenAIGPTLMHeadModel", {}),
         "xlnet": ("XLNetLMHeadModel", {"unused": ("*.mask_emb", "*.r_s_bias", "*.seg_embed")}),
         "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
-        "falcon_mamba": ("FalconMambaForCausalLM", {"unrolled": True}),
+        "falcon_mamba": ("FalconMambaForCausalLM", {}),
         "mamba2": ("Mamba2ForCausalLM", _CHUNKED),
         "bamba": ("BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1]}),
         "zamba2": (
@@ -117,11 +117,9 @@ def extra() -> Iterator[Architecture]:
         yield stock_model(name, stock, text, **own)
     yield from mixture("granitemoe", "GraniteMoeForCausalLM", text)
     yield from mixture("phimoe", "PhimoeForCausalLM", text, router_jitter_noise=0.0)
-    yield from mixture(
-        "jamba", "JambaForCausalLM", text, unrolled=True, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1
-    )
+    yield from mixture("jamba", "JambaForCausalLM", text, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1)
     yield from mixture("glm4_moe", "Glm4MoeForCausalLM", text, **{**LATENT, "num_key_value_heads": 2})
-    yield from mixture("qwen3_next", "Qwen3NextForCausalLM", text, unrolled=True, **_LINEAR)
+    yield from mixture("qwen3_next", "Qwen3NextForCausalLM", text, **_LINEAR)
     vision: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "beit": ("BeitForImageClassification", {"use_relative_position_bias": True}),
         "dinov2": ("Dinov2ForImageClassification", {"unused": ("*.mask_token",)}),

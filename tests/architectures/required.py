@@ -19,7 +19,6 @@ def required() -> Iterator[Architecture]:
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
         text,
-        unrolled=True,
         num_hidden_layers=4,
         linear_key_head_dim=8,
         linear_value_head_dim=8,
@@ -157,5 +156,5 @@ def required() -> Iterator[Architecture]:
         vision_config=DEEP,
         text_config={"rope_parameters": MROPE},
     )
-    yield stock_model("mamba", "MambaForCausalLM", text, unrolled=True)
+    yield stock_model("mamba", "MambaForCausalLM", text)
     yield stock_model("rwkv", "RwkvForCausalLM", text, unrolled=True, rescale_every=0, attention_hidden_size=32)
