@@ -81,9 +81,9 @@ def selective_workspace(context: FormContext) -> Workspace:
     return (ranks + 1) * state, selective_temporaries(context.operands, context.dtype) + (ranks + 2) * state
 
 
-# Kernels of a selective scan for each place of a block, for each block, and besides, forward and backward; and for each
-# rank of those that split it.
-_SELECTIVE_KERNELS, _RANK_KERNELS = ((10, 2, 16), (33, 4, 60)), (1, 1)
+# Kernels of a selective scan for each place of a block, for each block, and besides, forward and backward. Where ranks
+# split it, states go from block to block once more, and from rank to rank.
+_SELECTIVE_KERNELS, _BETWEEN_BLOCKS, _BETWEEN_STATES = ((10, 2, 16), (33, 4, 60)), 2, 1
 
 
 def selective_kernels(length: int) -> tuple[int, int]:
@@ -94,13 +94,12 @@ def selective_kernels(length: int) -> tuple[int, int]:
 
 
 def selective_work(rule: Rule, ways: Mapping[str, int]) -> MoreWork:
-    """The kernels of a rank's part of the places are more than a part of all kernels."""
-    length, parts = rule.factors["places"].size, ways["places"]
+    """The kernels of a rank's places are more than a part of all kernels."""
+    length, ranks = rule.factors["places"].size, ways["places"]
+    more = _BETWEEN_BLOCKS * block_sizes(length // ranks)[0] + _BETWEEN_STATES * ranks
     forward, backward = (
-        own - whole / parts + more * parts
-        for own, whole, more in zip(
-            selective_kernels(length // parts), selective_kernels(length), _RANK_KERNELS, strict=True
-        )
+        own - whole / ranks + more
+        for own, whole in zip(selective_kernels(length // ranks), selective_kernels(length), strict=True)
     )
     return MoreWork(forward_kernels=forward, backward_kernels=backward)
 

@@ -40,17 +40,13 @@ class _SplitScan(torch.autograd.Function):
         blocks = Blocks.of(*operands)
         _, end = blocks.states(None)
         factors, ends = _of_all_ranks(torch.cat((blocks.factor(), end)), axes).chunk(2)
-        own, _ = rank_along(axes)
-        now = before = torch.zeros_like(end)
-        for rank in range(ends.shape[_RANKS]):
-            before = now if rank == own else before
-            now = torch.addcmul(ends[:, :, rank], factors[:, :, rank], now)
+        before, last = states_between(factors, ends, rank_along(axes)[0])
         states, _ = blocks.states(before)
         ctx.axes = axes
         ctx.set_materialize_grads(False)
         # Not with the ends, which it is a part of.
         ctx.save_for_backward(*operands, before, factors.clone())
-        return blocks.results(states).to(operands[0].dtype), now
+        return blocks.results(states).to(operands[0].dtype), last
 
     @staticmethod
     @once_differentiable
@@ -61,15 +57,35 @@ class _SplitScan(torch.autograd.Function):
         of_ends = blocks.of_ends(by_place)
         _, of_before = blocks.of_states(of_ends, None)
         every = _of_all_ranks(of_before, ctx.axes)
-        own, _ = rank_along(ctx.axes)
-        # All ranks have the gradient of the last state.
-        of_end = torch.zeros_like(of_before) if of_last is None else of_last
-        for rank in reversed(range(own + 1, every.shape[_RANKS])):
-            of_end = torch.addcmul(every[:, :, rank], factors[:, :, rank], of_end)
+        of_end = gradient_after(factors, every, rank_along(ctx.axes)[0], of_last)
         after, _ = blocks.of_states(of_ends, of_end)
         del of_ends
         states, _ = blocks.states(before)
         return None, *blocks.gradients(operands, states, by_place, after)
+
+
+def states_between(factors: Tensor, ends: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """The states before the places of rank `own`, and after those of all ranks.
+
+    factors, ends: what the places of each rank do to a state, [batch, channels, ranks, width].
+    """
+    now = before = torch.zeros_like(ends[:, :, 0])
+    for rank in range(ends.shape[_RANKS]):
+        before = now if rank == own else before
+        now = torch.addcmul(ends[:, :, rank], factors[:, :, rank], now)
+    return before, now
+
+
+def gradient_after(factors: Tensor, of_befores: Tensor, own: int, of_last: Tensor | None) -> Tensor:
+    """The gradient of the state after the places of rank `own`.
+
+    of_befores: the gradients that the results of each rank give the state before its places, [batch, channels, ranks,
+    width]; of_last: that of the state after the places of all ranks, which all ranks have.
+    """
+    now = torch.zeros_like(of_befores[:, :, 0]) if of_last is None else of_last
+    for rank in reversed(range(own + 1, of_befores.shape[_RANKS])):
+        now = torch.addcmul(of_befores[:, :, rank], factors[:, :, rank], now)
+    return now
 
 
 def _of_all_ranks(own: Tensor, axes: Sequence[Axis]) -> Tensor:
