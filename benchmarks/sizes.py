@@ -82,6 +82,8 @@ _FALCON = {"hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 
 _BLOOM = {"hidden_size": 14336, "n_layer": 70, "n_head": 112, "vocab_size": 250880}
 _MAMBA2 = {"hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50288, "state_size": 128, "expand": 2,
            "head_dim": 64, "num_heads": 80, "n_groups": 1}  # fmt: skip
+_FALCON_MAMBA = {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 64, "vocab_size": 65024,
+                 "state_size": 16}  # fmt: skip
 _QWEN3_235B = _decoder(4096, 12288, 94, 64, 4, 151936, head_dim=128, num_experts=128, num_experts_per_tok=8,
                        moe_intermediate_size=1536, **GROUPED)  # fmt: skip
 
@@ -120,6 +122,9 @@ ROWS = (
         4096),
     Row("deepseek-v3", "DeepseekV3", GROUPED, 2048, 2048, 4096),
     Row("mamba2-2.7b", "Mamba2", _MAMBA2, 64, 64, 2048),
+    Row("falcon-mamba-7b", "FalconMamba", _FALCON_MAMBA, 64, 256, 4096),
+    Row("jamba-52b", "Jamba",
+        _decoder(4096, 14336, 32, 32, 8, 65536, num_experts=16, num_experts_per_tok=2, **GROUPED), 64, 64, 4096),
     Row("qwen3-next-80b", "Qwen3Next", GROUPED, 256, 512, 4096),
     Row("qwen3-235b", "Qwen3Moe", _QWEN3_235B, 512, 512, 4096),
     Row("granite-3.1-8b", "Granite", _decoder(4096, 12800, 40, 32, 8, 49152), 64, 256, 4096),
