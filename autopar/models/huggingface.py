@@ -115,9 +115,10 @@ def settings(forward: inspect.Signature, inputs: Mapping[str, object], objective
 @contextlib.contextmanager
 def without_inner_caches(model: nn.Module, objective: str) -> Iterator[None]:
     """Within, models of `transformers` inside of `model` keep no cache in training; `settings` says so to one that is
-    `model` itself. Changes of configurations within are undone."""
+    `model` itself, and names the argument. Changes of configurations within are undone."""
     with _same_configurations(model):
-        if objective == "train" and not is_huggingface(model):
+        is_told = is_huggingface(model) and "use_cache" in inspect.signature(model.forward).parameters
+        if objective == "train" and not is_told:
             for config in _configurations(model):
                 if hasattr(config, "use_cache"):
                     config.use_cache = False

@@ -13,6 +13,8 @@ from torch import nn
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
     NemotronHConfig,
@@ -59,7 +61,20 @@ def _bamba() -> nn.Module:
     return BambaForCausalLM(BambaConfig(**_SIZES, **sizes, num_hidden_layers=2, attn_layer_indices=[1]))
 
 
-MIXERS: Mapping[str, Callable[[], nn.Module]] = {"mamba2": _mamba2, "nemotron_h": _nemotron_h, "bamba": _bamba}
+def _granite() -> nn.Module:
+    """Layers of states alone, whose caches have no length; it takes `use_cache` among other arguments."""
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8, "mamba_d_state": 4}
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(**_SIZES, **sizes, num_hidden_layers=2, shared_intermediate_size=32, num_local_experts=0)
+    )
+
+
+MIXERS: Mapping[str, Callable[[], nn.Module]] = {
+    "mamba2": _mamba2,
+    "nemotron_h": _nemotron_h,
+    "bamba": _bamba,
+    "granite": _granite,
+}
 
 
 class DeltaRule(nn.Module):
