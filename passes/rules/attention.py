@@ -85,6 +85,10 @@ def attention(op: Op, types: Mapping[str, TensorType]) -> Rule | None:
     )
 
 
+# The dtypes of the numbers of documents; masks are flags or are added to scores.
+_DOCUMENTS = (torch.int32, torch.int64)
+
+
 def _withheld(op: Op, types: Mapping[str, TensorType], band: Band) -> dict[str, str]:
     """Why there is no local form of split queries, nor a ring."""
     (*_, queries, _), (*_, keys, _) = (types[name].shape for name in op.operands[:2])
@@ -99,7 +103,7 @@ def _withheld(op: Op, types: Mapping[str, TensorType], band: Band) -> dict[str, 
         return {"queries": reason, "ring": reason}
     if runs_in_chunks(op):
         return {"ring": "soft caps, sinks and biases need all keys of a query at once"}
-    squares = [mask.shape for mask in masks if not _is_row(mask, keys) and mask.shape[-1] != 1]
+    squares = [mask.shape for mask in masks if not _is_row(mask, keys) and mask.dtype not in _DOCUMENTS]
     if squares:
         return {"ring": f"its mask of shape {list(squares[0])} is for queries by keys"}
     return {"ring": "it has a single query or key"} if min(queries, keys) == 1 else {}
@@ -113,7 +117,7 @@ def _form(op: Op) -> str:
 def _is_row(mask: TensorType, keys: int) -> bool:
     """Whether a mask of flags, or the documents of keys, are the same for all queries."""
     is_of_keys = len(mask.shape) == 4 and mask.shape[2:] == (1, keys)
-    return is_of_keys and mask.dtype in (torch.bool, torch.int32, torch.int64)
+    return is_of_keys and mask.dtype in (torch.bool, *_DOCUMENTS)
 
 
 def _saved(op: Op) -> Sequence[int]:

@@ -231,6 +231,8 @@ def _attention(make: Maker, call: Make) -> Iterator[Sample]:
     yield call(target, heads(6, 12, 8), heads(6, 24, 8), heads(6, 24, 8), make.normal(4, 1, 12, 24))
     yield call(target, heads(6, 12, 8), heads(6, 24, 8), heads(6, 24, 8), make.flags(1, 6, 1, 24))
     yield call(target, heads(6, 12, 8), heads(6, 24, 8), heads(6, 24, 8), make.flags(4, 1, 1, 24))
+    yield call(target, heads(6, 12, 8), heads(6, 24, 8), heads(6, 24, 8), make.flags(4, 6, 12, 1))
+    yield call(target, heads(6, 24, 8), heads(6, 24, 8), heads(6, 24, 8), make.normal(4, 1, 24, 1))
     target = "autopar.scaled_dot_product_attention.default"
     given = heads(6, 24, 8), heads(2, 24, 8), heads(2, 24, 8)
     row, numbers = make.flags(4, 1, 1, 24), make.integers(4, 24, high=3).sort(-1).values
