@@ -6,11 +6,12 @@ from math import prod
 
 import torch
 
+from passes.ir.figures import largest, least
 from passes.ir.layout import R, S, Shape
 from passes.ir.redistribution import RedistributionStep
 from passes.ir.rule import Rule
 from passes.rules.form_context import FormContext, FormStep, MoreWork, Steps, Workspace, single_itemsize
-from passes.scans.selective import block_sizes, stride_of
+from passes.scans.selective import STRIDE, block_sizes
 
 
 def scan_steps(context: FormContext) -> Steps:
@@ -110,13 +111,14 @@ def selective_temporaries(operands: Sequence[Shape], dtype: torch.dtype) -> floa
     (batch, channels, length), width = operands[0], operands[2][1]
     itemsize = max(torch.float32.itemsize, dtype.itemsize)
     blocks, places = block_sizes(length)
-    stride = stride_of(places)
-    strides = -(-places // stride)
+    strides = -(-places // STRIDE)
     # dt, its products with x, the gradients of these and of the results; b, c, and their gradients; of states: ends,
     # decays, those before, and the gradients of those after.
     row, narrow, state = (batch * blocks * each for each in (channels * places, width * places, channels * width))
     kept = 5 * row + 4 * narrow + 4 * state
     # States before strides and within one, and two products. At the end: gradients of operands, and x, if it was cast.
-    states = max(strides - 1 + places - (strides - 1) * stride, strides - 2 + stride) + 2
-    most = kept + max(states * state, (3 + (dtype.itemsize < itemsize)) * row, 2 * row + 3 * narrow)
+    last = places - (strides - 1) * STRIDE
+    states = largest(strides - 1 + last, strides - 2 + least((STRIDE, places))) + 2
+    end = largest((3 + (dtype.itemsize < itemsize)) * row, 2 * row + 3 * narrow)
+    most = kept + largest(states * state, end)
     return most * itemsize - sum(map(prod, operands)) * dtype.itemsize

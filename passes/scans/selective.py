@@ -14,7 +14,6 @@ blocks.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isqrt
 
 import torch
 from torch import Tensor
@@ -22,8 +21,9 @@ from torch.nn.functional import pad
 
 SELECTIVE_SCAN = "autopar.selective_scan.default"
 
-# Blocks of short sequences have as many places; of long ones the root of the length, as many as there are blocks.
+# The most places of a block, and those between the states that a backward pass has at once, besides all of these.
 _PLACES = 64
+STRIDE = 8
 
 
 @torch.library.custom_op("autopar::selective_scan", mutates_args=())
@@ -73,13 +73,8 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 def block_sizes(length: int) -> tuple[int, int]:
     """The number of blocks of a sequence, and that of their places. The last block is filled with places that leave
     states as they are."""
-    count = -(-length // max(_PLACES, isqrt(length)))
+    count = -(-length // _PLACES)
     return count, -(-length // count)
-
-
-def stride_of(places: int) -> int:
-    """The places between those of a block whose states a backward pass has at once, besides those between two."""
-    return isqrt(places)
 
 
 @dataclass(frozen=True)
@@ -193,18 +188,17 @@ class Blocks:
     def _backward_states(self, before: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Each place of all blocks, from the last to the first, with the states before and after it."""
         places = len(self.dt)
-        stride = stride_of(places)
         starts, state = [before], before.clone()
-        for place in range((places - 1) // stride * stride):
+        for place in range((places - 1) // STRIDE * STRIDE):
             self.advance(state, place)
-            if (place + 1) % stride == 0:
+            if (place + 1) % STRIDE == 0:
                 starts.append(state.clone())
         del state
-        for first in reversed(range(0, places, stride)):
+        for first in reversed(range(0, places, STRIDE)):
             found = [starts.pop()]
-            for place in range(first, min(first + stride, places)):
+            for place in range(first, min(first + STRIDE, places)):
                 found.append(self.advance(found[-1].clone(), place))
-            for place in reversed(range(first, min(first + stride, places))):
+            for place in reversed(range(first, min(first + STRIDE, places))):
                 yield place, found[-2], found.pop()
 
 
