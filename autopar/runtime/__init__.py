@@ -17,6 +17,7 @@ from autopar.runtime.generated.bases import (
 )
 from autopar.runtime.generated.chunked_attention import chunked_attention
 from autopar.runtime.generated.collectives import all_gather, all_reduce, all_to_all, convert, reduce_scatter
+from autopar.runtime.generated.delta_scan import split_delta_scan
 from autopar.runtime.generated.forms import (
     split_batch_norm,
     split_cumsum,
@@ -34,7 +35,6 @@ from autopar.runtime.generated.forms import (
 from autopar.runtime.generated.linear_loss import linear_cross_entropy
 from autopar.runtime.generated.ring_attention import ring_attention
 from autopar.runtime.generated.saving import recomputed
-from autopar.runtime.generated.scan import split_delta_scan
 from autopar.runtime.generated.selective_scan import split_selective_scan
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.state import Axis

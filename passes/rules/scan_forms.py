@@ -1,5 +1,5 @@
-"""The local forms of scans whose sequence is split: that of linear attention (`autopar/runtime/generated/scan.py`) and
-of selective state spaces (`selective_scan.py` there)."""
+"""The local forms of scans whose sequence is split: that of linear attention, and that of selective state spaces
+(`delta_scan.py` and `selective_scan.py` of `autopar/runtime/generated`)."""
 
 from collections.abc import Mapping, Sequence
 from math import prod

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-DELTA_SCAN = "autopar.delta_scan.default"
-
 
 @torch.library.custom_op("autopar::delta_scan", mutates_args=())
 def delta_scan(

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-SELECTIVE_SCAN = "autopar.selective_scan.default"
-
 # The most places of a block, and those between the states that a backward pass has at once, besides all of these.
 _PLACES = 64
 STRIDE = 8

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.runtime.generated.scan import gradients_between, states_between
+from autopar.runtime.generated.delta_scan import gradients_between, states_between
 from passes.cost.price import shares
 from passes.ir.rule import Rule
 from passes.rules.scan_forms import scan_work
