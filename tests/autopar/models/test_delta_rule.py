@@ -133,7 +133,7 @@ def _program(model: nn.Module, length: int) -> Program:
         return normalized(model, **tokens(2, length), use_cache=False)
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("make", SPLIT)
 def test_programs_do_not_grow_with_the_sequence(make: Callable[[], nn.Module]) -> None:
     """One op for all chunks, and no loop over their places."""
     model = make()
@@ -175,8 +175,9 @@ def test_heads_are_split(make: Callable[[], nn.Module], mesh: str) -> None:
     exact(make().double(), mesh, tokens(4, 24), constraints=constraints)
 
 
-@pytest.mark.parametrize("mesh", ["2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("4", "2x2"))])
+@pytest.mark.parametrize("mesh", ["2", "4", "2x2"])
 @pytest.mark.parametrize("make", SPLIT)
+@pytest.mark.slow
 def test_chunks_are_split(make: Callable[[], nn.Module], mesh: str) -> None:
     """The sequence over all axes, in layers between, convolutions and the scan, whose ranks pass states on."""
     axes, inputs = MESHES[mesh], tokens(1, 256)

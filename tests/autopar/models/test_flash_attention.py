@@ -125,7 +125,7 @@ def _error(mesh: DeviceMesh, name: str, method: str) -> float:
     return worst
 
 
-FAST = {("lengths", "ring"), ("lengths and window", "queries")}
+FAST = {("lengths and window", "queries")}
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def test_dtensor_expresses_what_is_said_on_two_axes(sizes: tuple[int, ...]) -> N
         assert all(found) == good, layout
 
 
+@pytest.mark.slow
 def test_dtensor_expresses_what_is_said_on_three_axes() -> None:
     """The same for all orders of three digits, with and without gaps between them."""
     mesh = Mesh(("a", "b", "c"), (2, 2, 2))
