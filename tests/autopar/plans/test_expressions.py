@@ -21,12 +21,17 @@ from passes.ir.formulas import formula_at
 from passes.normalize import normalize
 from passes.record import decisions_of
 from passes.search import search
+from tests.autopar.models.test_mamba import MODELS as SCANS
 from tests.autopar.recipes import MEGATRON
 from tests.models import gpt2, llama
 
 EXACT = 1e-9
 SIZES = (8, 16)
 MESH = {"dp": 2, "tp": 2}
+SCANNED = {
+    "@padded_conv1d": {"method": {"dp": "batch", "tp": "space0"}},
+    "@selective_scan": {"method": {"dp": "batch", "tp": "places"}},
+}
 SELECTIVE = Options(cluster="a100", recompute="selective", symbolic=True)
 
 
@@ -45,9 +50,10 @@ CASES = {
     "again": Case(llama, MESH, Options(cluster="ideal", micro_batches=2, recompute="full", symbolic=True)),
     "selective": Case(partial(gpt2, n_head=8), {"dp": 4}, SELECTIVE),
     "inference": Case(llama, MESH, Options(cluster="ideal", objective="infer", symbolic=True)),
+    "scan": Case(SCANS["mamba"], MESH, Options(cluster="h100", constraints=SCANNED, symbolic=True)),
     "two nodes": Case(llama, {"dp": 4, "tp": 4}, Options(cluster="h100", constraints=MEGATRON, symbolic=True)),
 }
-SLOW = ("free", "again", "selective", "inference", "two nodes")
+SLOW = ("free", "again", "selective", "inference", "scan", "two nodes")
 EVERY = ["megatron", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
