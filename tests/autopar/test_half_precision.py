@@ -43,7 +43,11 @@ def _errors(name: str) -> list[tuple[str, float, float]]:
             for key, true in exact.items()]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", marked(WRITTEN_OUT, {"mpt"}))
+# Architectures whose states a scan computes in single precision.
+SCANS = ("mamba", "jamba-grouped_mm")
+
+
+@pytest.mark.parametrize("name", marked((*WRITTEN_OUT, *SCANS), {"mpt"}))
 def test_gradients_are_as_near_as_on_one_device(name: str) -> None:
     """With padding; the mean over all parameters."""
     errors = run_ranks(_errors, 2, name)[0]
