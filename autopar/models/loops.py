@@ -18,7 +18,7 @@ Given = Tensor | int | bool | None
 Function = Callable[..., Tensor | tuple[Tensor, Tensor | None]]
 
 # By the name that they have in modules of `transformers`. What replaces a function takes those of its arguments that
-# change the result; a version whose function lacks one of them keeps its own.
+# change the result; a version whose function lacks one of them keeps its own, and so does a call that gives another.
 _WITHOUT_LOOPS: dict[str, Function] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": gated_delta_rule,
@@ -26,6 +26,8 @@ _WITHOUT_LOOPS: dict[str, Function] = {
 }
 # Arguments for kernels: without these `transformers` refuses or ignores them.
 _DOCUMENTS = ("cu_seqlens", "seq_idx")
+# Arguments that choose how the same result is computed.
+_METHODS = {"use_mambapy", "use_associative_scan"}
 
 
 @contextmanager
@@ -48,11 +50,18 @@ def without_loops(model: nn.Module) -> Iterator[None]:
 def _called(
     original: Function, function: Function, *given: Given, **named: Given
 ) -> Tensor | tuple[Tensor, Tensor | None]:
-    """A call of a function of `transformers`."""
-    if any(named.get(name) is not None for name in _DOCUMENTS):
+    """A call of a function of `transformers`: of `function`, unless an argument is given that it does not take."""
+    signature, taken = inspect.signature(original), _arguments(function)
+    arguments = signature.bind(*given, **named).arguments
+    others = (
+        parameter
+        for name, parameter in signature.parameters.items()
+        if name not in taken | _METHODS and parameter.kind is not parameter.VAR_KEYWORD
+    )
+    is_given = any(arguments.get(other.name, other.default) is not other.default for other in others)
+    if is_given or any(named.get(name) is not None for name in _DOCUMENTS):
         return original(*given, **named)
-    arguments = inspect.signature(original).bind(*given, **named).arguments
-    return function(**{name: arguments[name] for name in _arguments(function) if name in arguments})
+    return function(**{name: arguments[name] for name in taken if name in arguments})
 
 
 def _arguments(function: Function) -> set[str]:

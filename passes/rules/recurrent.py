@@ -114,11 +114,11 @@ def selective_scan(op: Op, types: Mapping[str, TensorType]) -> Rule:
     channels width: one block of places after the other.
 
     Of split places each rank computes what they do to any state, as it does of blocks."""
-    x = types[op.operands[0]]
+    x, size = types[op.operands[0]], types[op.operands[2]].shape[1]
     batch, channels, places = (
-        one(name, size) for name, size in zip(("batch", "channels", "places"), x.shape, strict=True)
+        one(name, extent) for name, extent in zip(("batch", "channels", "places"), x.shape, strict=True)
     )
-    width = one("width", types[op.operands[2]].shape[1])
+    width = one("width", size)
     operands: tuple[Dims, ...] = (*((batch, channels, places),) * 2, (channels, width), *((batch, width, places),) * 2)
     results: tuple[Dims, ...] = ((batch, channels, places), (batch, channels, width))
     found = factors(*operands, *results, roles={"width": Role.WHOLE})
@@ -126,7 +126,7 @@ def selective_scan(op: Op, types: Mapping[str, TensorType]) -> Rule:
     if "places" in found:
         found["places"] = Factor(x.shape[2], Role.INSIDE, ordered=True)
         forms["places"] = "selective_scan"
-    states = max(torch.float32.itemsize, x.dtype.itemsize) / x.dtype.itemsize * types[op.operands[2]].shape[1]
+    states = max(torch.float32.itemsize, x.dtype.itemsize) / x.dtype.itemsize * size
     return Rule(
         found,
         operands,

@@ -96,7 +96,7 @@ class Blocks:
 
     @classmethod
     def of(cls, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> "Blocks":
-        """Of the operands of `selective_scan`."""
+        """The blocks of the operands of `selective_scan`."""
         dtype = wide_dtype(x)
         times = _by_place(dt, dtype)
         inputs = _by_place(x, dtype).mul_(times)

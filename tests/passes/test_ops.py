@@ -127,5 +127,6 @@ def test_a_process_that_only_runs_has_the_operators() -> None:
         x = torch.ones(2, requires_grad=True)
         torch.ops.autopar.autograd_function.one([x], "{PATH}:Reversal", "(x0, 2.0)").sum().backward()
         assert x.grad.tolist() == [-2.0, -2.0]
+        assert torch.ops.autopar.delta_scan.default and torch.ops.autopar.selective_scan.default
     """)
     subprocess.run([sys.executable, "-c", source], check=True, timeout=120)
