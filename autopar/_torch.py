@@ -65,6 +65,7 @@ __all__ = [
     "parts_of_flat",
     "pickled_state",
     "post_accumulate_hooks",
+    "reducing_over_parameters",
     "set_group_timeout",
     "share_tables",
     "spec_of",
@@ -75,6 +76,8 @@ __all__ = [
 ]
 
 _STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
+# Frames between a function that takes parameters and a module's own: `parameters()`, and constructors of optimizers.
+_FRAMES_TO_PARAMETERS = 4
 
 # The fused kernel of attention of a CPU, and the backward passes of those of both devices: attention that is computed
 # in blocks needs the log-sum-exp of each row, which `scaled_dot_product_attention` does not return.
@@ -224,6 +227,23 @@ def state_asked() -> StateAsked | None:
             asked = StateAsked(bool(getattr(options, "full_state_dict", False)), nested)
         if frame.f_code.co_name.startswith("get_"):
             return asked
+        frame = frame.f_back
+    return None
+
+
+def reducing_over_parameters() -> str | None:
+    """The name of the function that iterates the parameters of the caller's caller to reduce over all of them: a
+    `clip_grad_norm_` of torch or another library, or `LBFGS`. None for other functions, which treat each by itself.
+    """
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(_FRAMES_TO_PARAMETERS):
+        if frame is None or frame.f_globals.get("__name__", "").split(".")[0] == __name__.split(".")[0]:
+            return None
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        if name in ("clip_grad_norm_", "clip_grad_norm"):
+            return f"{frame.f_globals.get('__name__')}.{name}"
+        if name == "__init__" and isinstance(owner, torch.optim.LBFGS):
+            return f"torch.optim.{type(owner).__name__}"
         frame = frame.f_back
     return None
 

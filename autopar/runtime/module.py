@@ -31,6 +31,7 @@ from autopar.runtime.refusals import (
     refuse_global_hooks,
     refuse_module_hooks,
     refuse_parameter_hooks,
+    refuse_partial_reduction,
     refuse_partial_state,
 )
 from autopar.runtime.state import axes_of, mesh_of
@@ -385,6 +386,7 @@ class DistributedModule(Initializable, CalledPart):
         """The parameters of this rank by name: in pipeline stages those of its own."""
         if self._pipeline is not None:
             refuse_partial_state()
+            refuse_partial_reduction()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def holding_gradients(self) -> AbstractContextManager[None]:

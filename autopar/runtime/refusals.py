@@ -19,6 +19,7 @@ from autopar._torch import (
     global_backward_hooks,
     has_hooks,
     parts_of,
+    reducing_over_parameters,
     state_asked,
 )
 from autopar.runtime.parameters import alike
@@ -257,6 +258,17 @@ def refuse_partial_state() -> None:
         raise UnsupportedError(
             "a checkpoint would list the parameters of one rank's pipeline stages alone in the optimizer's groups: ask "
             "for options=StateDictOptions(flatten_optimizer_state_dict=True), here and where the checkpoint is loaded"
+        )
+
+
+def refuse_partial_reduction() -> None:
+    """Raise UnsupportedError where a function asks a module in pipeline stages for its parameters to reduce over all of
+    them: it would see those of one rank's stages alone."""
+    function = reducing_over_parameters()
+    if function is not None:
+        raise UnsupportedError(
+            f"{function} would reduce over the parameters of one rank's pipeline stages alone: clip with "
+            "autopar.clip_grad_norm_(dist_model, max_norm), and take an optimizer that treats each parameter by itself"
         )
 
 
