@@ -16,6 +16,8 @@ from tests.autopar.comparing import TOLERANCE
 
 SLOW = pytest.mark.slow
 
+pytestmark = pytest.mark.usefixtures("one_trace")
+
 
 def slow(name: str, bandwidth: float) -> Cluster:
     """A cluster whose devices are nodes of their own, with slow links between them: gradients cost more than layers."""

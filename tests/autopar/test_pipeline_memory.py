@@ -39,8 +39,8 @@ def _on_rank(name: str, schedule: str, options: Mapping[str, object]) -> tuple[l
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [
-        ("llama", 4, {}),
-        pytest.param("llama", 2, {"recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param("llama", 4, {}, marks=pytest.mark.slow),
+        ("llama", 2, {"recompute": "full"}),
         pytest.param("llama", 2, {"recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param("llama", 2, {"micro_batches": 4}, marks=pytest.mark.slow),
         pytest.param("gpt2", 2, {}, marks=pytest.mark.slow),

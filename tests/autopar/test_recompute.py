@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from autopar import DistributedModule, parallelize
 from autopar.testing.ranks import run_ranks
 from passes.ir.configuration import RECOMPUTE
+from tests.autopar.traces import traced_once
 from tests.models import Stack, gpt2, llama, tokens
 
 _MODELS = {"llama": llama, "gpt2": gpt2}
@@ -75,8 +76,9 @@ def _module(name: str, sizes: dict[str, int], level: str, constraints: object, *
 def _measured(name: str, sizes: dict[str, int], constraints: object, config: dict[str, object]) -> list[dict[str, Any]]:
     """For every level what is alive after the forward pass, the collectives of both passes, and the gradients."""
     found = []
-    for level in RECOMPUTE:
-        module = _module(name, sizes, level, constraints, **config)
+    with traced_once():
+        modules = [_module(name, sizes, level, constraints, **config) for level in RECOMPUTE]
+    for module in modules:
         with _Watching() as living:
             loss = module(**tokens())["loss"]
         kept = living.bytes

@@ -176,6 +176,7 @@ def test_axes_that_are_cut_up_have_the_best_of_all(limit: float | None) -> None:
     assert found.seconds == pytest.approx(expected.seconds, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_nothing_but_what_is_near_is_looked_at_on_four_axes() -> None:
     """Nodes have a small part of all strategies to choose from."""
     found = best_choice(_residual(FOUR), Progress()).best

@@ -215,7 +215,7 @@ def test_every_form_is_compared() -> None:
 
 
 # Cases that are like others, and one that takes long.
-_NIGHTLY = {*_OF_ONE[3:], "chunked_attention in a window"}
+_NIGHTLY = {*_OF_ONE[3:], "chunked_attention in a window", "selective_scan of places of samples"}
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_channels_are_split(name: str, mesh: str) -> None:
     exact(MODELS[name]().double(), mesh, tokens(4, 24), constraints={"@selective_scan": {"method": methods}})
 
 
-@pytest.mark.parametrize(("name", "mesh"), _fast("jamba", "2x2"))
+@pytest.mark.parametrize(("name", "mesh"), _fast("mamba", "2"))
 def test_places_are_split(name: str, mesh: str) -> None:
     """The sequence over all axes, in layers between, convolutions and the scan, whose ranks pass states on."""
     axes, inputs = MESHES[mesh], tokens(1, 264)
