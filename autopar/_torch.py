@@ -78,6 +78,8 @@ __all__ = [
 _STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
 # Frames between a function that takes parameters and a module's own: `parameters()`, and constructors of optimizers.
 _FRAMES_TO_PARAMETERS = 4
+# Functions that take the norm of all parameters, of torch and of libraries around it.
+_NORMS = ("clip_grad_norm_", "clip_grad_norm", "_get_total_norm", "get_total_norm")
 
 # The fused kernel of attention of a CPU, and the backward passes of those of both devices: attention that is computed
 # in blocks needs the log-sum-exp of each row, which `scaled_dot_product_attention` does not return.
@@ -240,7 +242,7 @@ def reducing_over_parameters() -> str | None:
         if frame is None or frame.f_globals.get("__name__", "").split(".")[0] == __name__.split(".")[0]:
             return None
         name, owner = frame.f_code.co_name, frame.f_locals.get("self")
-        if name in ("clip_grad_norm_", "clip_grad_norm"):
+        if name in _NORMS:
             return f"{frame.f_globals.get('__name__')}.{name}"
         if name == "__init__" and isinstance(owner, torch.optim.LBFGS):
             return f"torch.optim.{type(owner).__name__}"

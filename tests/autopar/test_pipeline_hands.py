@@ -266,6 +266,7 @@ def _training(module: autopar.DistributedModule, model: nn.Module) -> dict[str, 
     results["not finite"] = ended(lambda: autopar.clip_grad_norm_(module, 1.0, error_if_nonfinite=True))
     results["own stages"] = [
         ended(lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)),
+        ended(lambda: torch.nn.utils.get_total_norm(item.grad for item in module.parameters())),
         ended(lambda: torch.optim.LBFGS(module.parameters())),
     ]
     torch.nn.utils.clip_grad_value_(module.parameters(), 1.0)
@@ -346,8 +347,9 @@ def _check_training(found: Mapping[str, Any]) -> None:
     )
     assert found["not finite"][0] == "RuntimeError"
     assert "takes a module that parallelize returned" in found["other module"][1]
-    assert [kind for kind, _ in found["own stages"]] == ["UnsupportedError"] * 2
-    for (_, said), name in zip(found["own stages"], ("clip_grad.clip_grad_norm_", "optim.LBFGS"), strict=True):
+    assert [kind for kind, _ in found["own stages"]] == ["UnsupportedError"] * 3
+    names = "clip_grad.clip_grad_norm_", "clip_grad._get_total_norm", "optim.LBFGS"
+    for (_, said), name in zip(found["own stages"], names, strict=True):
         assert f"{name} would reduce over the parameters of one rank's pipeline stages alone" in said
 
 
