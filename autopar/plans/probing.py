@@ -42,6 +42,7 @@ from passes.ir.lowered import Compute
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
 from passes.ir.redistribution import RedistributionStep
+from passes.scans import FUNCTIONS as SCANS
 
 T = TypeVar("T")
 
@@ -341,6 +342,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is collectives.wait_tensor.default:
             # It returns what it is given; without values it would make a new tensor.
             return args[0]
+        if func in SCANS:
+            # Its kernel for tensors without values has no temporaries.
+            with self:
+                return SCANS[func](*args, **(kwargs or {}))
         results = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(results):
             if isinstance(leaf, Tensor):

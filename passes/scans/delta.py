@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("autopar::delta_scan", mutates_args=())
-def delta_scan(
+def scan_chunks(
     query: Tensor, key: Tensor, values: Tensor, reads: Tensor, weights: Tensor, decay: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results, the states before all chunks, and the state after the last one.
@@ -36,6 +35,9 @@ def delta_scan(
         result[:, :, chunk] = query[:, :, chunk] @ now + weights[:, :, chunk] @ new
         now = now * decay[:, :, chunk, :, None] + key[:, :, chunk].mT @ new
     return result, states, now.clone() if now is state else now
+
+
+delta_scan = torch.library.custom_op("autopar::delta_scan", scan_chunks, mutates_args=())
 
 
 def _empty(key: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,8 +24,7 @@ _PLACES = 64
 STRIDE = 8
 
 
-@torch.library.custom_op("autopar::selective_scan", mutates_args=())
-def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def scan_places(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """The results, in the dtype of x, and the state after the last place, which is at least in single precision, as is
     what is computed. The state before the first place is zero.
 
@@ -35,6 +34,9 @@ def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tu
     blocks = Blocks.of(x, dt, a, b, c)
     before, last = blocks.states(None)
     return blocks.results(before).to(x.dtype), last
+
+
+selective_scan = torch.library.custom_op("autopar::selective_scan", scan_places, mutates_args=())
 
 
 @selective_scan.register_fake

@@ -116,23 +116,29 @@ def _real_groups() -> Iterator[None]:
 def predicted_and_allocated(
     model: nn.Module, mesh: Mapping[str, int], inputs: Mapping[str, Tensor], **options: object
 ) -> tuple[int, int]:
-    """Bytes at the peak of a step of `model` (on meta) as planned for CPUs, and as torch's profiler counts them on the
-    last rank, whose tensors have values."""
+    """Bytes at the peak of a step of `model` (on meta), or of a call without gradients, as planned for CPUs, and as
+    torch's profiler counts them on the last rank, whose tensors have values."""
     request = make_request(mesh, Options(**{"cluster": "ideal", "memory_limit": 1e15, **options}))  # type: ignore[arg-type]
     planned = plan_model(model, read_model(model, dict(inputs), request), request)
-    predicted = sum(planned.plan.programs["train"].memory.values())
+    predicted = sum(planned.plan.programs[request.objective].memory.values())
+    optimizer_of = OPTIMIZERS[request.optimizer] if request.objective == "train" else None
     with _mesh(request, request.mesh.size - 1) as devices:
         module = _module(model, planned, request, devices)
-        return int(predicted), allocated_bytes(module, inputs, OPTIMIZERS[request.optimizer])
+        return int(predicted), allocated_bytes(module, inputs, optimizer_of)
 
 
 def allocated_bytes(
-    module: nn.Module, inputs: Mapping[str, Tensor], optimizer_of: Callable[..., torch.optim.Optimizer]
+    module: nn.Module, inputs: Mapping[str, Tensor], optimizer_of: Callable[..., torch.optim.Optimizer] | None
 ) -> int:
-    """The most bytes on this rank in the third step of a distributed module, as torch's profiler counts them."""
-    optimizer = optimizer_of(list(module.parameters()), foreach=False)
+    """The most bytes on this rank in the third step of a distributed module, as torch's profiler counts them; without
+    an optimizer, in the third call without gradients."""
+    optimizer = None if optimizer_of is None else optimizer_of(list(module.parameters()), foreach=False)
 
     def step() -> None:
+        if optimizer is None:
+            with torch.no_grad():
+                module(**inputs)
+            return
         output = module.forward_backward(**inputs)  # type: ignore[operator]
         optimizer.step()
         optimizer.zero_grad()
@@ -140,7 +146,7 @@ def allocated_bytes(
 
     for _ in range(2):
         step()
-    states = [leaf for state in optimizer.state.values() for leaf in state.values()]
+    states = [] if optimizer is None else [leaf for state in optimizer.state.values() for leaf in state.values()]
     resident: dict[int, int] = {}
     for tensor in (*module.parameters(), *module.buffers(), *states, *inputs.values()):
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()

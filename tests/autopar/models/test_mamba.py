@@ -20,6 +20,7 @@ from autopar.models.loops import without_loops
 from autopar.models.mamba import mamba_scan
 from autopar.testing import LiftFloat32
 from tests.autopar.comparing import MESHES, exact
+from tests.autopar.simulated import predicted_and_allocated
 from tests.models import tokens
 from tests.passes.helpers import normalized
 
@@ -95,6 +96,14 @@ def test_programs_do_not_grow_with_the_sequence(make: Callable[[], nn.Module]) -
     short, long = ([op.kind for op in program.ops] for program in programs)
     assert short == long
     assert long.count("selective_scan") == (1 if make is _jamba else 2)
+
+
+@pytest.mark.parametrize("name", ["mamba", pytest.param("falcon_mamba", marks=pytest.mark.slow)])
+def test_temporaries_are_counted_in_inference(name: str) -> None:
+    """Those of the scan have the peak."""
+    inputs = tokens(4, 200, labels=False)
+    predicted, allocated = predicted_and_allocated(MODELS[name](), {"dp": 2}, inputs, objective="infer")
+    assert allocated == predicted
 
 
 CASES = [(name, mesh) for name in MODELS for mesh in ("2", "4", "2x2")]
