@@ -366,7 +366,8 @@ def test_memory_of_slower_cuts_is_not_simulated(monkeypatch):
 
     monkeypatch.setattr(staging, "_lowered", counted_lowered)
     monkeypatch.setattr(staging, "found_choice", counted_simulated)
-    model = large(16)
+    # Ranks cannot share these layers evenly, so that several cuts are good.
+    model = large(13)
     free = planned({"pp": 4}, model, micro_batches=8, recompute="none").programs["train"]
     lowered.clear()
     simulated.clear()
