@@ -239,9 +239,10 @@ def test_plenty_of_memory_changes_nothing() -> None:
     assert (train(plan).micro_batches, dict(train(plan).stages[0].recompute)) == (1, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "options"),
-    [(400e3, {"recompute": "none"}), pytest.param(450e3, {"micro_batches": 1}, marks=pytest.mark.slow)],
+    [(400e3, {"recompute": "none"}), (450e3, {"micro_batches": 1})],
     ids=["micro-batches", "recompute"],
 )
 def test_what_memory_makes_necessary_runs(limit: float, options: dict[str, object]) -> None:
