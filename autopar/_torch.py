@@ -235,15 +235,17 @@ def state_asked() -> StateAsked | None:
 
 def reducing_over_parameters() -> str | None:
     """The name of the function that iterates the parameters of the caller's caller to reduce over all of them: a
-    `clip_grad_norm_` of torch or another library, or `LBFGS`. None for other functions, which treat each by itself.
+    `clip_grad_norm_` or `get_total_norm` of torch or another library, or the constructor of `LBFGS`. None where none of
+    these does, and where autopar does.
     """
     frame: FrameType | None = sys._getframe(3)
     for _ in range(_FRAMES_TO_PARAMETERS):
-        if frame is None or frame.f_globals.get("__name__", "").split(".")[0] == __name__.split(".")[0]:
+        module = "" if frame is None else frame.f_globals.get("__name__", "")
+        if frame is None or module.startswith("autopar."):
             return None
         name, owner = frame.f_code.co_name, frame.f_locals.get("self")
         if name in _NORMS:
-            return f"{frame.f_globals.get('__name__')}.{name}"
+            return f"{module}.{name}"
         if name == "__init__" and isinstance(owner, torch.optim.LBFGS):
             return f"torch.optim.{type(owner).__name__}"
         frame = frame.f_back

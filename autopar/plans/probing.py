@@ -23,7 +23,7 @@ from autopar.runtime import Axis
 from autopar.runtime.generated.chunked_attention import largest_chunk
 from autopar.runtime.generated.linear_loss import first_chunks
 from autopar.runtime.state import spanning
-from passes._torch import FakeTensorMode, TorchDispatchMode, pytree, storage_id, storage_number
+from passes._torch import FakeTensorMode, OpOverload, TorchDispatchMode, pytree, storage_id, storage_number
 from passes.codegen.expressions import Scope, computed
 from passes.cost.liveness import (
     BackwardProfile,
@@ -42,7 +42,7 @@ from passes.ir.lowered import Compute
 from passes.ir.mesh import Mesh
 from passes.ir.program import TensorType
 from passes.ir.redistribution import RedistributionStep
-from passes.scans import FUNCTIONS as SCANS
+from passes.scans import SCANS
 
 T = TypeVar("T")
 
@@ -333,17 +333,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., object],
+        func: OpOverload,
         types: Sequence[type],
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        """Run an operator and look at what it gives."""
+        """Run an operator and record the storages of its results; of a scan, all that its function makes."""
         if func is collectives.wait_tensor.default:
             # It returns what it is given; without values it would make a new tensor.
             return args[0]
         if func in SCANS:
-            # Its kernel for tensors without values has no temporaries.
             with self:
                 return SCANS[func](*args, **(kwargs or {}))
         results = func(*args, **(kwargs or {}))

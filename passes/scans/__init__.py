@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from passes._torch import OpOverload
 from passes.scans.delta import scan_chunks
 from passes.scans.selective import scan_places
 
-# The function of each operator, whose kernel for tensors without values makes the results alone.
-FUNCTIONS: Mapping[object, Callable[..., object]] = {
+# The function that each operator runs. For tensors without values an operator makes its results alone, where the
+# function makes its temporaries, too.
+SCANS: Mapping[OpOverload, Callable[..., object]] = {
     torch.ops.autopar.delta_scan.default: scan_chunks,
     torch.ops.autopar.selective_scan.default: scan_places,
 }
