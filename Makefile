@@ -14,8 +14,10 @@ demo: $(STAMP)
 demo-pipeline: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/pipeline.py
 
+# CI also runs the tests that take seconds each: make test TESTS="not slow". Those that take minutes are for the night.
+TESTS ?= not slow and not long
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist worksteal --durations=15
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist worksteal --durations=15 -m "$(TESTS)"
 
 nightly: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --durations=30 -m "slow or not slow"

@@ -224,6 +224,7 @@ def _inference() -> None:
         dist_model.forward_backward(**inputs)
 
 
+@pytest.mark.long
 def test_inference_has_no_gradients_and_returns_the_cache():
     on_ranks(_inference)
 
@@ -309,6 +310,7 @@ def _precision() -> None:
     assert torch.nn.functional.cosine_similarity(ours, theirs, dim=0) > 0.999
 
 
+@pytest.mark.long
 def test_precision():
     """Computes in bfloat16, reduces and keeps in float32: gradients point where those in float32 do."""
     on_ranks(_precision, lifted=False)
@@ -403,6 +405,7 @@ def _replay(text: str) -> None:
     assert close(dist_model(**inputs).loss, model(**inputs, use_cache=False).loss)
 
 
+@pytest.mark.long
 def test_a_saved_plan_runs(tmp_path):
     """Planned elsewhere, saved, loaded and run: the same plan, and the right loss."""
     with LiftFloat32(torch.float64):
@@ -427,6 +430,7 @@ def _defaults() -> list[object]:
     return [dist_model.plan.cluster, dist_model.training]
 
 
+@pytest.mark.long
 def test_a_stock_model_needs_no_more():
     """Without inputs and options: inputs from the config, the cluster from the mesh's devices."""
     assert on_ranks(_defaults) == [["cpu", True]] * 4
@@ -439,6 +443,7 @@ def test_messages_go_through_logging(caplog):
     assert any("'dp' of size 5 splits nothing" in record.message for record in caplog.records)
 
 
+@pytest.mark.long
 def test_a_plan_needs_no_values():
     """Parameters on meta plan just as real ones do."""
     with torch.device("meta"):
@@ -563,6 +568,7 @@ def _unusual(sizes: tuple[int, ...]) -> dict[str, str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [pytest.param((4,), marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_models_that_are_built_otherwise(sizes):
     """Buffers that change, attributes that are tensors, complex numbers, infinities, scores without gradients, shared
@@ -610,6 +616,7 @@ def _in_turn(functions: Sequence[Callable[[], None]]) -> None:
         function()
 
 
+@pytest.mark.long
 def test_small_modules():
     """Frozen and unused parameters; running statistics, which evaluation uses; a module that can be trained but not
     evaluated; gradients of inputs; constants, which are not assumed; two models on two meshes."""

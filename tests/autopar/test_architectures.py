@@ -46,6 +46,7 @@ def test_all_parameters_have_part_in_the_loss(name):
     assert without == {name for name in without if any(fnmatch.fnmatch(name, pattern) for pattern in one.unused)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", marked(REQUIRED, FAST))
 def test_training(name):
     hold(ARCHITECTURES[name], "2x2", "train")

@@ -84,6 +84,7 @@ def _any(seed: int) -> partial[Solution]:
     return partial(random_solution, random.Random(seed))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "seeds"),
     [
@@ -164,6 +165,7 @@ def _phimoe() -> nn.Module:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("make", [_bloom, pytest.param(_phimoe, marks=pytest.mark.slow)])
 def test_stock_models(make, mesh):

@@ -143,6 +143,7 @@ def dishonest(outcomes: Mapping[int, Outcome]) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "seed"), [("llama", 14), pytest.param("gpt2", 12, marks=pytest.mark.slow)])
 def test_a_limit(name: str, seed: int) -> None:
     """Some of the limits below, which can be kept to."""

@@ -139,6 +139,7 @@ def _journey(name: str, folder: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [*["phi3"], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "phi3")]
 )
@@ -231,6 +232,7 @@ def _load_plain(name: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.long
 def test_load_state_dict_takes_whole_tensors() -> None:
     """`load_state_dict` takes whole tensors, distributed ones and both, and refuses by name what does not fit; then
     nothing is changed."""

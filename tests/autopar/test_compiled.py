@@ -38,6 +38,7 @@ def _compared(
     return dict(found.errors), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "backend", "options", "config"),
     [
@@ -80,6 +81,7 @@ def _plan(**options: object) -> autopar.Plan:
     return autopar.plan(model, {"tp": 2}, tokens(), cluster="h100", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_prices_know_and_plans_say_it() -> None:
     """A compiled plan is predicted to be faster, says that it is compiled, and is read back as it was."""
     plain, compiled = _plan(), _plan(compiled=True)
@@ -101,6 +103,7 @@ def test_formulas_have_the_prices_of_compiled_code() -> None:
     assert float(plan.step_time_expression().subs(at)) == pytest.approx(sum(plan.programs["train"].seconds.values()))
 
 
+@pytest.mark.long
 def test_replaying() -> None:
     """A plan is replayed as it was made; what was planned for uncompiled code is not called compiled."""
     plain, compiled = _plan(), _plan(compiled=True)

@@ -78,6 +78,7 @@ ONE_OF_EACH = list({COLLECTIVES[before[0], after[0]]: (before, after) for before
 ALL_CHANGES = [pytest.param(name, CHANGES, marks=pytest.mark.slow, id=name) for name in MODELS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "changes"), [pytest.param("llama", ONE_OF_EACH, id="one of each collective"), *ALL_CHANGES]
 )
@@ -188,6 +189,7 @@ FAST_PAIRS = [("batch", "heads"), ("ffn", "vocabulary")]
 ALL_PAIRS = list(combinations(_llama_splits("tp"), 2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "pairs"),
     [("gpt2", FAST_PAIRS), *(pytest.param(name, ALL_PAIRS, marks=pytest.mark.slow) for name in MODELS)],

@@ -33,6 +33,7 @@ def _queries(**axes: str) -> dict[str, dict[str, dict[str, str]]]:
     return {ATTENTION: {"out": axes}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "axes"),
     [
@@ -52,6 +53,7 @@ def test_split_queries(name: str, mesh: str, axes: dict[str, str], recompute: st
     exact(MODELS[name]().double(), mesh, tokens(), constraints=_queries(**axes), recompute=recompute)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "methods"),
     [
@@ -151,6 +153,7 @@ HIDING: Mapping[str, tuple[Callable[[], nn.Module], Inputs]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "methods", "recompute"),
     [
@@ -199,6 +202,7 @@ WRITTEN: Mapping[str, tuple[Callable[[], nn.Module], Inputs, str]] = {
 _AXES = {"2": {"dp": "queries"}, "2x2": {"dp": "queries", "tp": "heads"}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "objective"),
     [
@@ -346,6 +350,7 @@ MASKED: Mapping[str, tuple[Callable[..., nn.Module], Callable[[int], dict[str, T
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize(
     ("name", "method"),
@@ -372,6 +377,7 @@ def test_no_mask_is_made(name: str, method: str, monkeypatch: pytest.MonkeyPatch
     assert long < 4.2 * short
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["queries", pytest.param("heads", marks=pytest.mark.slow)])
 def test_no_scores_are_made(method: str) -> None:
     """Attention in chunks has scores of a chunk alone, of which one is there at a time."""

@@ -83,6 +83,7 @@ def _initialized_in_float64(axes: tuple[str, str]) -> str:
     return message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [("dp", "tp"), pytest.param(("pp", "dp"), marks=pytest.mark.slow)], ids=" x ".join)
 def test_the_model_initializes_itself(axes: tuple[str, str]) -> None:
     """A call before that names what has no values. Ties, FSDP units and stages get what one device has."""
@@ -116,6 +117,7 @@ def _loaded_in_float64(folder: str) -> list[str]:
     return messages
 
 
+@pytest.mark.long
 def test_values_are_loaded(tmp_path: Path) -> None:
     _stock().save_pretrained(tmp_path)  # type: ignore[operator]
     for messages in run_ranks(_loaded, 4, str(tmp_path)):

@@ -189,6 +189,7 @@ def _trained(dropout: float) -> tuple[list[float], list[float], list[float]]:
     return first, again, evaluated
 
 
+@pytest.mark.long
 def test_a_model_with_dropout_everywhere() -> None:
     """In projections, embeddings and attention; the loss is near the one without, and the same on all ranks."""
     ranks = run_ranks(_trained, 4, 0.1)

@@ -260,6 +260,7 @@ def _refused_on_ranks() -> list[str]:
     return messages
 
 
+@pytest.mark.long
 def test_all_ranks_are_told_the_same():
     first, second = run_ranks(_refused_on_ranks, 2)
     assert first == second
@@ -296,6 +297,7 @@ def test_the_line_of_a_stock_model_is_that_of_its_own_source():
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_memory_limit_that_cannot_be_met():
     """The error says the GiB that are missing, the largest terms, what would help."""
     with pytest.raises(autopar.InfeasibleError) as caught:

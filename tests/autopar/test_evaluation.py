@@ -73,6 +73,7 @@ def _steps(sizes: tuple[int, ...], options: Mapping[str, object]) -> float:
     return worst
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -95,6 +96,7 @@ def _in_units() -> float:
     return max(worst, _backward_error(dist_model.eval(), model, batch))
 
 
+@pytest.mark.long
 def test_gradients_of_parameters_in_units() -> None:
     """They are gathered and reduced as in training."""
     assert max(run_ranks(_in_units, 2)) <= 1e-12

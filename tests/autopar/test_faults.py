@@ -314,6 +314,7 @@ def _calls(folder: str, names: list[str]) -> dict[str, Ended]:
     return results
 
 
+@pytest.mark.long
 def test_an_exception_within_a_call_ends_the_others_at_the_timeout(tmp_path: Path) -> None:
     _check_calls(tmp_path, list(CALLS))
 

@@ -55,6 +55,7 @@ def _chunks(seeds: range, size: int) -> list[range]:
     return [seeds[start : start + size] for start in range(0, len(seeds), size)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [FAST, pytest.param(FEW, marks=pytest.mark.slow)], ids=str)
 def test_random_programs(seeds: range) -> None:
     """Outputs, gradients of parameters and inputs, and buffers, on all ranks."""
@@ -77,6 +78,7 @@ def test_many_random_programs(seeds: range) -> None:
     assert len(kinds.keys() & set(registered())) > 200
 
 
+@pytest.mark.long
 def test_all_steps_are_drawn() -> None:
     """No step of the table is one that never fits."""
     recipes = [make_recipe(seed) for seed in range(200)]

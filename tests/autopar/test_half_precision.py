@@ -47,6 +47,7 @@ def _errors(name: str) -> list[tuple[str, float, float]]:
 SCANS = ("mamba", "jamba-grouped_mm")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", marked((*WRITTEN_OUT, *SCANS), {"mpt"}))
 def test_gradients_are_as_near_as_on_one_device(name: str) -> None:
     """With padding; the mean over all parameters."""

@@ -39,6 +39,7 @@ def test_inner_models_keep_no_cache_in_training() -> None:
     assert inner.config.use_cache
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["2x2", pytest.param("4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", marked(WRAPPED, {"adapted", "preference"}))
 def test_equal_to_one_device(name: str, mesh: str) -> None:

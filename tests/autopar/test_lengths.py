@@ -66,6 +66,7 @@ def _calls(mesh: DeviceMesh, method: str, lengths: tuple[int, ...]) -> tuple[dic
     return wrong, said, errors[0], errors[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "lengths"),
     [

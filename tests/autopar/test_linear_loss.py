@@ -121,6 +121,7 @@ def _whole(tensor: Any) -> Tensor:
     return whole.detach()
 
 
+@pytest.mark.long
 def test_two_ranks() -> None:
     """Classes split; micro-batches; labels that are all ignored; evaluation."""
     run_ranks(_compared, 2, TWO[:1])
@@ -176,6 +177,7 @@ def _forced(**methods: str) -> dict[str, dict[str, dict[str, str]]]:
     return {LOSS: {"method": methods}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

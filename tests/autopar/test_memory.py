@@ -59,6 +59,7 @@ def test_best_plans(name: str, mesh: str, options: dict[str, object]) -> None:
     _check(MODELS[name](), mesh, tokens(length=8, labels=training), **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
@@ -111,6 +112,7 @@ def test_a_part_is_a_tensor_of_its_own(placement: Placement, rank: int) -> None:
     assert part.untyped_storage().nbytes() == whole.nbytes // 2
 
 
+@pytest.mark.long
 def test_copies_are_counted() -> None:
     """Of many layers most are counted and not run."""
     _check(MODELS["llama"](num_hidden_layers=7), "2", tokens(length=4), optimizer="sgd")
@@ -137,6 +139,7 @@ def test_statistics_of_norms() -> None:
         _check(MODELS["gpt2"](), "2", tokens(length=8), precision=MIXED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "level"),
     [
@@ -153,6 +156,7 @@ def test_recompute(name: str, mesh: str, level: str) -> None:
     _check(MODELS[name](num_hidden_layers=7), mesh, tokens(length=4), optimizer="sgd", recompute=level, micro_batches=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "level"), [("llama", "2", "none"), pytest.param("gpt2", "2x2", "full", marks=pytest.mark.slow)]
 )
@@ -221,6 +225,7 @@ TRAVELS_TOO: list[_Travel] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layers", "mesh", "stored", "stage", "count", "again", "options"),
     [*TRAVELS, *(pytest.param(*case, marks=pytest.mark.slow) for case in TRAVELS_TOO)],
@@ -274,6 +279,7 @@ def test_on_other_devices(mesh: str) -> None:
         assert measured <= predicted <= 1.05 * measured + 2**20
 
 
+@pytest.mark.long
 def test_the_optimizer_has_the_peak() -> None:
     """Of many layers with few tokens on a CUDA device, in half precision: all gradients and as much again, and nothing
     of what they were reduced in."""
@@ -285,6 +291,7 @@ def test_the_optimizer_has_the_peak() -> None:
     assert measured <= predicted <= 1.01 * measured
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adagrad", marks=pytest.mark.slow)])
 def test_a_refusal_counts_what_the_optimizer_makes(optimizer: str) -> None:
     """The search counts the optimizer step as the simulator does: a plan keeps to the limit that it fills, and a
@@ -306,6 +313,7 @@ _FUSED: list[tuple[dict[str, str], dict[str, object]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stored", "options"), [_FUSED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in _FUSED[1:])]
 )

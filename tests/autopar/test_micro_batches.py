@@ -215,6 +215,7 @@ def test_a_plan_is_not_overruled() -> None:
             autopar.plan(_llama(), {"dp": 2}, tokens(), cluster="ideal", plan=plan, **options)
 
 
+@pytest.mark.long
 def test_experts_with_a_loss_of_their_own_are_refused() -> None:
     """The balance of tokens over the experts is no sum over the samples; without it the batch is cut."""
     sizes = {**_SMALL, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4}

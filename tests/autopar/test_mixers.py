@@ -103,6 +103,7 @@ def _over_the_sequence(mesh: str) -> dict[str, dict[str, dict[str, dict[str, str
     return {"constraints": split}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -121,6 +122,7 @@ def test_states_of_chunks(name: str, mesh: str) -> None:
     exact(MIXERS[name]().double(), mesh, tokens(2, 32), **_over_the_sequence(mesh))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["2", pytest.param("4", marks=pytest.mark.slow)])
 def test_the_delta_rule_of_chunks(mesh: str) -> None:
     """Ops within chunks are split by chunks; states pass from chunk to chunk in other splits."""

@@ -96,6 +96,7 @@ def _train(make: Callable[[bool], nn.Module], sizes: dict[str, int], balanced: b
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "sizes", "balanced", "masked"),
     [
@@ -113,6 +114,7 @@ def test_micro_batches_equal_those_on_one_device(make, sizes, balanced, masked):
         assert worst[1] < 1e-9, worst
 
 
+@pytest.mark.long
 def test_the_option_is_checked_planned_and_replayed(tmp_path):
     """It is part of the plan, without which the batch is not cut."""
     given = {"input_ids": inputs(False)["input_ids"], "labels": inputs(False)["labels"]}

@@ -7,6 +7,7 @@ from tests.autopar.comparing import MESHES, exact, marked
 from tests.models import MODELS, gemma2, gpt2, llama, qwen3, tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("objective", marked(["train", "infer"], {"train"}))
 @pytest.mark.parametrize("name", marked(MODELS, {"llama"}))
 def test_train_and_infer(name, objective):
@@ -23,6 +24,7 @@ def test_eager_attention(name):
     exact(MODELS[name](attn_implementation="eager"), "2x2", tokens())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", marked(MODELS, {"gpt2"}))
 def test_eager_attention_with_padding(name):
     exact(MODELS[name](attn_implementation="eager"), "2x2", tokens(padding=True))
@@ -34,6 +36,7 @@ def test_padding_mask(name):
     exact(MODELS[name](), "2x2", tokens(padding=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "vocabulary"),
     [
@@ -55,6 +58,7 @@ def test_batch_of_one(mesh):
     exact(llama(), mesh, tokens(batch=1))
 
 
+@pytest.mark.long
 def test_odd_sizes_are_exact():
     """Sizes that nothing divides are not split, and the results are exact."""
     exact(llama(), "2x2", tokens(batch=3, length=7))

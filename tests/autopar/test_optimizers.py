@@ -74,6 +74,7 @@ def _errors(sizes: Mapping[str, int], options: Mapping[str, Any], names: Iterabl
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "options", "names"),
     [

@@ -113,6 +113,7 @@ def _inference(mesh: DeviceMesh) -> dict[int, float]:
     return off(dist_model, model, [{**batch, "use_cache": False}, {**tokens(8), "use_cache": False}], False)
 
 
+@pytest.mark.long
 def test_optional_inputs() -> None:
     """Left out or added, in training and evaluation, at the planned sizes and others, they are those of one device."""
     assert all(wrong == {} for found in on_ranks(_optional, mesh="2") for wrong in found)
@@ -213,6 +214,7 @@ def _bounded(mesh: DeviceMesh) -> tuple[int, list[str]]:
     return made, [message for message in said if "different sizes" in message]
 
 
+@pytest.mark.long
 def test_programs_for_other_sizes_are_bounded() -> None:
     """Those that were not used for longest are made again; the first rank warns once."""
     found = on_ranks(_bounded, mesh="2")

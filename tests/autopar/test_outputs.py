@@ -92,6 +92,7 @@ def _in_micro_batches() -> None:
         assert difference(dist_model, model) < 1e-9
 
 
+@pytest.mark.long
 def test_full_outputs_are_counted() -> None:
     """As many bytes more as the whole logits take."""
     inputs, sizes = tokens(labels=False), {"dp": 2, "tp": 2}
@@ -115,6 +116,7 @@ def _scalars() -> None:
         assert difference(dist_model, model) < 1e-9
 
 
+@pytest.mark.long
 def test_scalars_alone() -> None:
     """No logits are returned or kept; the loss and all gradients are those of the model."""
     run_ranks(_scalars, 2)
@@ -202,6 +204,7 @@ def _each() -> None:
     _mixed()
 
 
+@pytest.mark.long
 def test_outputs() -> None:
     """Whole outputs serve a loss and metrics written as for one device: they and every gradient are those of one
     device, at other sizes, too, and micro-batches give the outputs of the whole batch.

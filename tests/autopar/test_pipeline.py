@@ -106,14 +106,14 @@ CUTS = ("model.layers.1", "model.norm/pow")
 WITHIN = ("model.layers.0.post_attention_layernorm", "model.layers.2.post_attention_layernorm")
 ONE_LAYER = ("model.layers.1", "model.layers.1.post_attention_layernorm", "model.layers.2.post_attention_layernorm")
 INTERLEAVED = Pipeline(schedule="interleaved_1f1b", virtual_stages=2)
-SLOW = pytest.mark.slow
+LONG, SLOW = pytest.mark.long, pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("make", "inputs", "mesh", "options"),
     [
         pytest.param(MODELS["llama"], tokens, {"pp": 2, "dp": 2}, {}, id="llama"),
-        pytest.param(gpt2, tokens, {"pp": 2, "tp": 2}, {"micro_batches": 2}, id="tied embeddings"),
+        pytest.param(gpt2, tokens, {"pp": 2, "tp": 2}, {"micro_batches": 2}, id="tied embeddings", marks=LONG),
         pytest.param(
             deep, tokens, {"pp": 2}, {"pipeline": INTERLEAVED, "micro_batches": 4}, id="interleaved", marks=SLOW
         ),
@@ -132,6 +132,7 @@ SLOW = pytest.mark.slow
             {"pp": 3},
             {"pipeline": Pipeline(cuts=WITHIN), "recompute": "full", "micro_batches": 4},
             id="cuts within layers",
+            marks=LONG,
         ),
         pytest.param(
             deep,
@@ -240,6 +241,7 @@ def plan() -> autopar.Plan:
     return planned({"pp": 4, "dp": 2}, micro_batches=8, pipeline=Pipeline(schedule="1f1b"))
 
 
+@pytest.mark.long
 def test_plans_are_balanced_and_printed(plan):
     """Equal layers are cut into equal parts; the plan says what each stage has, and its step adds up."""
     program = plan.programs["train"]
@@ -260,6 +262,7 @@ def test_plans_are_balanced_and_printed(plan):
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.long
 def test_cuts_within_layers_balance():
     """Where stages cannot have equally many layers, cuts within layers make them more even."""
     model, mesh = large(4), {"pp": 3}
@@ -292,6 +295,7 @@ def test_stages_hold_what_they_run(plan):
     assert plan.parameters["lm_head.weight"].stages == (3,)
 
 
+@pytest.mark.long
 def test_memory_limits_cuts():
     """Within a limit that the stages of the fastest pipeline exceed, more is recomputed or cut elsewhere; what fits in
     no way is an error that says how much is missing."""
@@ -321,6 +325,7 @@ def test_decisions_are_not_cut_twice(monkeypatch):
     assert len(tried) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "schedule",
     ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zb_h1", "interleaved_1f1b", "gpipe"))],
@@ -479,6 +484,7 @@ def test_pipelines_that_cannot_be(mesh, options, message):
         planned(mesh, large(4), **options)
 
 
+@pytest.mark.long
 def test_stages_of_frozen_parameters_alone_are_refused():
     """No gradient comes back to them; adapters of the first layer are enough for cuts anywhere."""
     model = llama(num_hidden_layers=4).requires_grad_(False)

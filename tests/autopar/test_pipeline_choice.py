@@ -61,6 +61,7 @@ def test_pipelines_are_chosen_where_they_are_faster(tmp_path):
     assert (again.mesh, again.programs) == (plan.mesh, plan.programs)
 
 
+@pytest.mark.long
 def test_there_is_none_where_it_cannot_be_faster():
     """If computation alone takes nearly as long as the plan, no pipeline is solved for; the plan is the one that
     comes without, and claims no more than is proven where pipelines are offered."""
@@ -91,6 +92,7 @@ def test_low_limits_at_first_find_the_same(monkeypatch):
     assert low != len(tried)
 
 
+@pytest.mark.long
 def test_given_meshes_have_what_they_say():
     """With the shape of a mesh nothing is decided: an axis "pp" is the pipeline's, unless there is to be none."""
     assert planned({"dp": 4}, slow("h100", 2e9)).pipeline_axis == ""

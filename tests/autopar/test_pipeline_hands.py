@@ -293,6 +293,7 @@ def _all_around(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_around_a_module_in_stages(tmp_path: Path) -> None:
     """Calls that differ between stages end on all ranks; rows, state dicts, exports, optimizers and clipping are those
     of the whole model, tied embeddings included."""
@@ -412,6 +413,7 @@ def _journey(folder: Path, meshes: list[dict[str, int]]) -> list[tuple[list[str]
     return found
 
 
+@pytest.mark.long
 def test_checkpoints_go_into_stages_and_out(tmp_path: Path) -> None:
     """Stock -> (pp 2) -> stock, bit for bit, with AdamW, its learning rate and a tied embedding."""
     for found in run_ranks(_journey, 2, tmp_path, [{"pp": 2}]):
@@ -710,6 +712,7 @@ def _raising() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_an_exception_in_a_stage_is_raised_on_all_ranks_at_once() -> None:
     """The rank raises its own, the others say which; no gradients are left, and the next step is as if nothing was."""
     every = run_ranks(_raising, 3)
@@ -810,6 +813,7 @@ def _check_lost(folder: Path, count: int) -> None:
         assert seconds < 5 * TIMEOUT_S
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_in_a_stage_ends_the_others(tmp_path: Path) -> None:
     """When its connections close, with an error that names it."""
     with pytest.raises(RankError, match="died with exit code -9"):

@@ -36,6 +36,7 @@ def _on_rank(name: str, schedule: str, options: Mapping[str, object]) -> tuple[l
     return planned, allocated_bytes(module, inputs, OPTIMIZERS["adamw"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [

@@ -194,6 +194,7 @@ def outcome(place: str, plan: autopar.Plan) -> str:
     return "refused"
 
 
+@pytest.mark.long
 def test_damaged_files_are_refused(saved: autopar.Plan) -> None:
     """Every field, left out or of another value: a plan that loads has only values that mean something."""
     refused = loaded = 0
@@ -212,6 +213,7 @@ def _replayed(saved: autopar.Plan, every: int) -> dict[str, int]:
     return outcomes
 
 
+@pytest.mark.long
 def test_damaged_plans_are_replayed_or_refused(saved: autopar.Plan) -> None:
     """A sample of what loads."""
     assert min(_replayed(saved, 41).values()) > 0

@@ -46,6 +46,7 @@ def test_parts_add_up() -> None:
     assert program.mfu == pytest.approx(program.work.flops / 8 / peak / program.step_s)
 
 
+@pytest.mark.long
 def test_idle_devices_are_said() -> None:
     """A plan names an axis that splits nothing, batches that would divide, and fewer devices that are as fast; a plan
     without an idle axis says nothing. A replay keeps it."""
@@ -67,6 +68,7 @@ def test_idle_devices_are_said() -> None:
         assert planned({"a": 3, "b": 2}, batch).programs["train"].idle is None
 
 
+@pytest.mark.long
 def test_bound_on_all_that_is_offered() -> None:
     """A search that leaves out shapes of a mesh, or parts of them, gives a lower bound on the steps of all shapes."""
     given = planned({"dp": 4}).programs["train"]

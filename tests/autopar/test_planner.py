@@ -218,6 +218,7 @@ def test_large_attention_works_on_a_part_of_the_heads(large: Plan) -> None:
     assert len(exchanged) == 2, "queries before, and the result after"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["q", "k", "v", "o"])
 def test_short_sequences_split_heads(name: str, short: Plan) -> None:
     """With a quarter of the tokens activations weigh less than weights, and there is less to hide behind: q, k and v
@@ -276,6 +277,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["Megatron", "FSDP", "DDP"])
 def test_free_plan_is_no_slower(plans: dict[str, Plan], recipe: str) -> None:
     """The planner may choose what any recipe says, so its step is at most as long."""
@@ -352,6 +354,7 @@ def two_layers() -> LlamaForCausalLM:
     return llama("8B", num_hidden_layers=2)
 
 
+@pytest.mark.long
 def test_batch_decides_what_the_data_axis_is_for(two_layers: LlamaForCausalLM) -> None:
     """A batch of 64 is split on dp: each device then moves only weights. A batch of 1 cannot be, and rather than idle
     the axis takes a part of the heads and features: each layer's dp methods change."""
@@ -364,6 +367,7 @@ def test_batch_decides_what_the_data_axis_is_for(two_layers: LlamaForCausalLM) -
         assert not splits_batch(method), key
 
 
+@pytest.mark.long
 def test_links_decide_which_axis_is_for_tensors(plenty: Plan) -> None:
     """Tensor parallelism moves activations of every layer, data parallelism only weights. At 70B widths and one
     sequence for each data rank the activations are more, so they go over the faster links: inside the node as h100 is,
@@ -438,6 +442,7 @@ def test_size_decides_whether_splitting_pays() -> None:
 # --- always the same ---
 
 
+@pytest.mark.long
 def test_same_call_gives_the_same_proven_plan(two_layers: LlamaForCausalLM) -> None:
     """Traced anew, the text of a plan is the same. With enough memory the choice is proven optimal."""
     with mock.patch("autopar.models.info.capture", capture):

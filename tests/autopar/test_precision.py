@@ -74,6 +74,7 @@ HALF: tuple[Mapping[str, object], str, int, bool]
 HALF = ({"precision": Precision(compute=torch.bfloat16, reduce=torch.bfloat16)}, "I", 1, True)
 
 
+@pytest.mark.long
 def test_gradients_add_up_in_float32() -> None:
     """As exactly as on one device that adds in float32: over devices, micro-batches and backward passes, by
     `fully_shard` and by generated code."""

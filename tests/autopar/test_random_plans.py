@@ -45,6 +45,7 @@ def _check(name: str, padding: bool, sizes: tuple[int, ...], seeds: range) -> No
     assert run_ranks(_errors, prod(sizes), name, padding, sizes, seeds, timeout=600)[0] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "padding", "sizes"),
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],

@@ -117,6 +117,7 @@ def _inside(code: str) -> Counter[str]:
     return Counter(name for line in lines[:last] for name in names if f"= {name}(" in line)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "sizes", "constraints", "config"),
     [
@@ -194,6 +195,7 @@ def _pending(split: str) -> None:
         module(**_batch())["loss"].backward()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("split", ["rows", pytest.param("columns", marks=pytest.mark.slow)])
 def test_pending_backward_passes(split: str) -> None:
     """One graph can be gone through again, and not after the parameters have changed, as with autograd's own saving."""

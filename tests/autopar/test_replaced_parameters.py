@@ -99,6 +99,7 @@ def _error(sizes: tuple[int, ...], stored: Mapping[str, str]) -> float:
     return error(dict(enumerate(ours)), dict(enumerate(theirs)))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "stored"), [((2,), WAYS[0]), ((2,), WAYS[1]), pytest.param((2, 2), WAYS[0], marks=pytest.mark.slow)]
 )

@@ -92,6 +92,7 @@ def _every_shape(devices: int) -> list[Mesh]:
     return list(found.values())
 
 
+@pytest.mark.long
 def test_searched_mesh_is_the_best_of_all() -> None:
     """No shape that is given is faster than the one that is found, which is as fast when it is given."""
     inputs = tokens(batch=8, length=512, vocabulary=4096)
@@ -189,6 +190,7 @@ def test_nothing_but_what_is_near_is_looked_at_on_four_axes() -> None:
     assert 4 * counts[0] < counts[1]
 
 
+@pytest.mark.long
 def test_demands_hold_where_axes_are_cut_up() -> None:
     """A constraint on one axis is left out while that axis is merged with others, and holds in the end."""
     constraints = {"up": {"out": {"b": "S(2)"}, "in": {"b": "R"}}, "down.weight": {"stored": {"d": "I"}}}
@@ -263,6 +265,7 @@ def _mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**sizes, output_router_logits=True))
 
 
+@pytest.mark.long
 def test_a_batch_that_may_not_be_cut_is_said_to_be() -> None:
     """If memory is short and the loss is no sum over the samples, the plan says why there is one micro-batch."""
     model = _mixtral()
@@ -335,6 +338,7 @@ def _searched(model: nn.Module, batch: int, mesh: int | Cluster, options: dict[s
     return {"errors": max(first.worst[1], again.worst[1]), "plan": plan.to_json(), "names": names}
 
 
+@pytest.mark.long
 def test_a_number_of_devices_runs() -> None:
     """Outputs and gradients equal one device on a mesh that was searched, and on one that was replayed."""
     for found in run_ranks(_searched, 4, llama(), 8, 4, {"cluster": "ideal"}):
@@ -403,6 +407,7 @@ def test_no_process_group() -> None:
         parallelize(Stack(), 2, _stack_inputs())
 
 
+@pytest.mark.long
 def test_configurations_survive_the_round_trip(tmp_path: object) -> None:
     """A plan with micro-batches and recompute is saved, loaded and planned again as it was, by number of devices too;
     it is not replayed on another number."""

@@ -19,6 +19,7 @@ def _deep(name: str) -> object:
     return gpt2(n_layer=4) if name == "gpt2" else MODELS[name](num_hidden_layers=4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "level", "options"),
     [
@@ -43,6 +44,7 @@ def _plan(**options: object) -> Plan:
     return autopar.plan(llama(num_hidden_layers=6), {"dp": 2}, tokens(batch=8), **given)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_plans_name_copies_and_are_replayed(tmp_path: Path) -> None:
     """Levels are printed, saved and replayed; evaluation has a program of its own."""
     found = _plan(recompute={"model.layers.*": "full:2, selective"})
@@ -64,6 +66,7 @@ def test_plans_name_copies_and_are_replayed(tmp_path: Path) -> None:
         _plan(**again, recompute="full:3, selective")
 
 
+@pytest.mark.long
 def test_seconds_and_bytes_lie_between() -> None:
     """With as many layouts as there are seconds grow by equal parts; memory never grows."""
     steps, sizes = [], []

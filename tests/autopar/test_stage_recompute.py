@@ -40,6 +40,7 @@ def _limit(name: str, mesh: dict[str, int], part: float, **options: object) -> f
     return min(others) + part * (most - min(others))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [

@@ -39,6 +39,7 @@ def _run(ranks: int, seeds: range) -> None:
     assert len(refused) <= (1 - _LEAST_RUN) * len(seeds) + 1, refused
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", marked(FAST, {2}))
 def test_random_models_in_stages(ranks: int) -> None:
     """Loss, outputs, gradients over two steps and an evaluation."""

@@ -183,6 +183,7 @@ RECOVERING: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cases", "places"),
     [(RECOVERING[::2], 3), pytest.param(RECOVERING, 40, marks=pytest.mark.slow)],
@@ -316,6 +317,7 @@ IN_THE_MIDDLE = pytest.param(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "stored"),
     [
@@ -364,6 +366,7 @@ def _micro_batches(stored: Mapping[str, str]) -> tuple[dict[str, float], list[in
     return both.errors, pending, [str(item.message) for item in caught]
 
 
+@pytest.mark.long
 def test_holding_around_micro_batches() -> None:
     """Gradients are held back around calls with micro-batches, which hold them, too; exceptions in them are caught."""
     for errors, pending, failures in each_way(_micro_batches):
@@ -405,6 +408,7 @@ def _exceptions_while_holding(stored: Mapping[str, str]) -> tuple[dict[str, floa
     return both.errors, caught
 
 
+@pytest.mark.long
 def test_exceptions_while_gradients_are_held() -> None:
     """Sums outlive an exception in a forward pass; one in a backward pass loses them, and says so."""
     for errors, caught in each_way(_exceptions_while_holding):
@@ -435,6 +439,7 @@ def test_a_backward_pass_after_a_failed_one() -> None:
         assert all("run the forward pass again" in item for item in said)
 
 
+@pytest.mark.long
 def test_recovery_in_older_versions() -> None:
     """torch 2.11 and 2.12 have no function for it."""
     for found in run_ranks(_recovered_by_hand, 2):
@@ -519,6 +524,7 @@ def _raising(_: torch.Tensor) -> None:
     raise FullError
 
 
+@pytest.mark.long
 def test_hooks_of_parameters() -> None:
     """Tensor hooks get reduced gradients, and their results are used; an exception in one is recovered from."""
     for found in each_way(_hooks):
@@ -551,6 +557,7 @@ def _frozen(stored: Mapping[str, str]) -> dict[str, float]:
     return both.errors
 
 
+@pytest.mark.long
 def test_freezing_a_part_of_a_unit() -> None:
     """Parameters that are frozen get no gradients, the others theirs; also when they are trained again."""
     for errors in each_way(_frozen):
@@ -612,6 +619,7 @@ def _mesh() -> DeviceMesh:
     return mesh_of((2, 2))
 
 
+@pytest.mark.long
 def test_a_deleted_module_is_freed() -> None:
     """Nothing of it is left; four modules on one mesh make its process groups once."""
     for left, groups in run_ranks(_lifetime, 4):

@@ -83,6 +83,7 @@ def _run(model: nn.Module, compiled: PlannedModel, **options: object) -> Report:
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [pytest.param((2,), marks=pytest.mark.slow), (2, 2)])
 @pytest.mark.parametrize("name", marked(MODELS, {"llama"}))
 def test_best_plans(name, sizes):
@@ -95,6 +96,7 @@ def test_best_plans(name, sizes):
     assert None not in report.gradients.values()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "methods", [{"dp": "ring", "tp": "queries"}, pytest.param({"dp": "queries", "tp": "ring"}, marks=pytest.mark.slow)]
 )
@@ -109,6 +111,7 @@ def test_rings_beside_queries(methods):
     assert None not in report.gradients.values()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "methods",
     [
@@ -133,6 +136,7 @@ def _check_random(name: str, sizes: tuple[int, ...], seed: int, padding: bool) -
     assert len(report.told) <= 0.15 * (len(report.told) + len(report.proved)), report.told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", marked(MODELS, {"gpt2"}))
 def test_random_plans(name):
     _check_random(name, (2, 2), seed=0, padding=name != "gpt2")
@@ -196,6 +200,7 @@ def _check_values(name: str, sizes: tuple[int, ...], seed: int | None) -> None:
     assert run_ranks(_off, ranks, model, inputs, compiled) == [[]] * ranks
 
 
+@pytest.mark.long
 def test_the_typed_module_computes_the_same():
     """Through the collectives of `spmd_types`, outputs and gradients are those of the model: each of ours stands for
     the one that it is typed as, forward and backward."""
@@ -283,6 +288,7 @@ def _placements(call: str) -> list[str]:
     return [call.rpartition(f"{which}=")[2].partition(",")[0].rstrip(")") for which in ("src", "dst")]
 
 
+@pytest.mark.long
 def test_wrong_collectives_are_refused():
     tried, passed = _survivors((2,), every=4, engine=False)
     assert tried > 25

@@ -50,6 +50,7 @@ def test_constraints_come_first() -> None:
     assert plan.parameters["lm_head.weight"].layout["dp"].startswith("S")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "count", "level"),
     [

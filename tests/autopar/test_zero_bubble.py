@@ -49,6 +49,7 @@ def exact(model: nn.Module, mesh: Mapping[str, int], schedule: str, samples: int
 # --- equality ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_zbv_equals_one_device() -> None:
     """Tied embeddings on one rank, FSDP units, more micro-batches than stages."""
     exact(tied(), {"pp": 2, "dp": 2}, "zbv", micro_batches=8, zero=3)
@@ -135,6 +136,7 @@ def _ran(schedule: str, micro_batches: int) -> list[Action]:
     return found.actions
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "micro_batches"),
     [

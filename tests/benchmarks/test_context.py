@@ -1,10 +1,13 @@
 """Methods of attention on long sequences."""
 
+import pytest
+
 import autopar
 from benchmarks import context
 from tests.models import llama, tokens
 
 
+@pytest.mark.long
 def test_methods_are_read_from_a_plan() -> None:
     """Of an axis that splits attention the method, also where others split nothing."""
     for mesh, method in (({"dp": 2, "cp": 2}, {"cp": "ring"}), ({"cp": 2}, {"cp": "queries"})):

@@ -55,6 +55,7 @@ def found() -> Predictions:
     return predict_all([*few, {**few[0], "id": "unknown", "hardware": {"gpu": "Z9", "count": 8}}, {"id": "empty"}])
 
 
+@pytest.mark.long
 def test_few_runs_are_predicted(found: Predictions) -> None:
     """The product's steps are near what was measured."""
     assert [name for name, _ in found.left] == ["unknown", "empty"]
@@ -398,6 +399,7 @@ def test_samples_that_are_packed_are_shorter_than_sequences() -> None:
     assert packed.tokens == whole.tokens == 2 * 4096
 
 
+@pytest.mark.long
 def test_records_that_are_equal_bound_the_correlation() -> None:
     """Three equal plans on the same days differ by 1%; no function of the records tells them apart."""
     names = ("bloom-sweep-040", "bloom-sweep-053", "bloom-sweep-056", "bloom-sweep-039")

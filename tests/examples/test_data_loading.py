@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
@@ -51,6 +52,7 @@ def _on_ranks() -> bool:
     return abs(evaluated - other) <= 1e-9 * other
 
 
+@pytest.mark.long
 def test_losses_are_those_of_one_device() -> None:
     """With a `DataLoader` and a `DistributedSampler` on four ranks, smaller and uneven last batches included."""
     assert run_ranks(_on_ranks, 4) == [True] * 4

@@ -53,6 +53,7 @@ def _on_one_device(settings: Settings) -> tuple[dict[str, torch.Tensor], float]:
         return dict(model.state_dict()), math.exp(model(input_ids=rows, labels=rows).loss.item())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_training_resuming_and_exporting(tmp_path: Path, sizes: tuple[int, int]) -> None:
     """Accumulated, clipped and scheduled steps equal those of one device; a resumed run ends with the same parameters,

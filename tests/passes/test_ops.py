@@ -119,6 +119,7 @@ def test_several_results() -> None:
     assert (centered.requires_grad, mean.requires_grad) == (True, False)
 
 
+@pytest.mark.long
 def test_a_process_that_only_runs_has_the_operators() -> None:
     """Importing the runtime is enough: a program is planned in one process and runs in others."""
     source = inspect.cleandoc(f"""

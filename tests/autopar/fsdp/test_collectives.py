@@ -43,6 +43,7 @@ def _without_gradient(dist_model: nn.Module, inputs: Mapping[str, torch.Tensor])
         dist_model(**inputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_one_collective_for_each_group(again: bool) -> None:
     """Parameters are gathered once a group and pass, in the backward pass only where the plan says again, and their

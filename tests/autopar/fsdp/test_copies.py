@@ -121,6 +121,7 @@ def _copied() -> dict[str, object]:
     return {"error": error[1], "far": far, "read": {(unit.saved, unit.regathered) for unit in units}}
 
 
+@pytest.mark.long
 def test_parameters_that_are_copied_after_their_gather_are_freed() -> None:
     """The backward pass reads the copy: gradients, accumulation and steps of an optimizer are those of one device."""
     results = run_ranks(_copied, 4)
@@ -150,6 +151,7 @@ def _held_in(reduce: torch.dtype) -> dict[str, object]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
 def test_gradients_are_held_in_the_dtype_of_the_reduction(reduce: torch.dtype) -> None:
     """They are as exact as that, and can be zeroed."""

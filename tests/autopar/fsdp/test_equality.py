@@ -64,6 +64,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
 def test_equal_to_one_device(cases: list[tuple[str, tuple[int, ...], Mapping[str, str], bool, set[object]]]) -> None:
     """Outputs, loss and all gradients; every parameter is held by the engine that is read in one place."""

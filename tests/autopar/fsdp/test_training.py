@@ -144,6 +144,7 @@ def _mixed(reduce: torch.dtype | None) -> dict[str, object]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reduce", [torch.float32, None])
 def test_mixed_precision(reduce: torch.dtype | None) -> None:
     """Computed in bfloat16, the engine gives what the generated code gives without it: gradients of two ranks, which

@@ -86,6 +86,7 @@ def _sharing() -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_a_rank_outside_of_the_mesh() -> None:
     assert run_ranks(_outside, 4) == ["", "", *[f"rank {rank} is not in the mesh of the ranks [0, 1]: call parallelize "
                                               "on these alone" for rank in (2, 3)]]  # fmt: skip

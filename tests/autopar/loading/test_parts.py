@@ -186,6 +186,7 @@ def _small() -> None:
         assert torch.allclose(whole(model.get_parameter(name)), expected, rtol=1e-8), name
 
 
+@pytest.mark.long
 def test_parts_train_with_the_rest():
     """Untraced members of a part stay as they are, ties included; attributes are found; names are as they were."""
     run_ranks(_small, 2)

@@ -132,6 +132,7 @@ def _program(model: nn.Module, length: int) -> Program:
         return normalized(model, **tokens(2, length), use_cache=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", SPLIT)
 def test_programs_do_not_grow_with_the_sequence(make: Callable[[], nn.Module]) -> None:
     """One op for all chunks, and no loop over their places."""

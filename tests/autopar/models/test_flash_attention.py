@@ -128,6 +128,7 @@ def _error(mesh: DeviceMesh, name: str, method: str) -> float:
 FAST = {("lengths and window", "queries")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "method"),
     [

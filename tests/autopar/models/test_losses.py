@@ -89,6 +89,7 @@ SLOW: list[tuple[Loss, tuple[int, ...], Mapping[str, object]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
 def test_equal_to_one_device(cases: list[tuple[Loss, tuple[int, ...], Mapping[str, object]]]) -> None:
     """The loss, the output and every gradient."""
@@ -133,6 +134,7 @@ def _training() -> None:
             assert torch.allclose(without.output.logits.full_tensor(), expected.output.logits, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 def test_training() -> None:
     """Micro-batches, other sizes, and evaluation with and without targets; parameters keep the model's names."""
     run_ranks(_training, 4)

@@ -116,6 +116,7 @@ def _fast(name: str, mesh: str) -> list[object]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "mesh"), _fast("mamba", "2"))
 def test_channels_are_split(name: str, mesh: str) -> None:
     """Samples over dp, channels over tp."""
@@ -124,6 +125,7 @@ def test_channels_are_split(name: str, mesh: str) -> None:
     exact(MODELS[name]().double(), mesh, tokens(4, 24), constraints={"@selective_scan": {"method": methods}})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "mesh"), _fast("mamba", "2"))
 def test_places_are_split(name: str, mesh: str) -> None:
     """The sequence over all axes, in layers between, convolutions and the scan, whose ranks pass states on."""

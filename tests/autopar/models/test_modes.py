@@ -66,6 +66,7 @@ def _steps(evaluated: tuple[str, ...]) -> float:
     return max(worst, *((item - buffers[name]).abs().max().item() for name, item in dist_model.named_buffers()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("evaluated", [("norm", "inner"), ("inner",)])
 def test_parts_in_evaluation_stay_so(evaluated: tuple[str, ...]) -> None:
     """All dropout is among them, because dropout that trains draws other numbers than on one device."""

@@ -136,6 +136,7 @@ ALL = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "objective", "padding"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in FAST)],
@@ -247,6 +248,7 @@ def _every(mesh: DeviceMesh) -> None:
         case(mesh)
 
 
+@pytest.mark.long
 def test_training_with_other_sizes() -> None:
     """A last, smaller batch in every epoch; calls without gradients; parts of a batch; gradients of inputs."""
     on_ranks(_every)
@@ -354,6 +356,7 @@ def _fallbacks(mesh: DeviceMesh) -> list[dict[int, float]]:
     return [compared(mesh, kind().double(), batches, "train") for kind in (Scan, Hashed)]
 
 
+@pytest.mark.long
 def test_traces_for_one_size_alone() -> None:
     """A model whose trace cannot serve several sizes gets one trace per size."""
     assert on_ranks(_fallbacks) == [[{}, {}]] * 4
@@ -379,6 +382,7 @@ def _refused(mesh: DeviceMesh) -> list[str]:
     return messages
 
 
+@pytest.mark.long
 def test_sizes_that_cannot_be() -> None:
     """One sentence that names the sizes and says why, on every rank alike."""
     found = on_ranks(_refused)

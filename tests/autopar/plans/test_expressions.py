@@ -122,6 +122,7 @@ def test_formulas_give_the_plan(compiled: Callable[[str], PlannedModel], name: s
         assert float(expression.subs(dict(plan.expressions.sizes))) == pytest.approx(figure, rel=EXACT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EVERY)
 def test_formulas_give_other_batches_and_sequences(compiled: Callable[[str], PlannedModel], name: str) -> None:
     """At sizes that all splits divide they are what planning there with the same decisions predicts."""
@@ -165,6 +166,7 @@ def test_axes_across_nodes_are_numbers_in_seconds(compiled: Callable[[str], Plan
     assert {"dp", "tp"} <= {str(symbol) for symbol in plan.memory_expression().free_symbols}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["megatron", pytest.param("again", marks=pytest.mark.slow)])
 def test_the_largest_batch_fits_and_the_next_does_not(compiled: Callable[[str], PlannedModel], name: str) -> None:
     """Planned at that batch with the same decisions the memory is within the limit, at the next one above it."""

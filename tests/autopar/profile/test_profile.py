@@ -42,6 +42,7 @@ def _on_two_ranks(folder: str) -> Cluster:
     return cluster
 
 
+@pytest.mark.long
 def test_two_ranks(tmp_path: Path) -> None:
     """Every rank gets figures; the first writes them; plans are made with the file, and refused with that of another
     machine."""

@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -101,6 +102,7 @@ def _refused() -> tuple[dict[str, str], float]:
     return said, steps_error(module, model, data)
 
 
+@pytest.mark.long
 def test_what_is_refused() -> None:
     """Each raises one sentence on every rank, and leaves the module as it was."""
     for said, worst in run_ranks(_refused, 2):
@@ -179,6 +181,7 @@ def _allowed() -> dict[str, bool]:
     return found
 
 
+@pytest.mark.long
 def test_what_works() -> None:
     """Conversions that change nothing, hooks on the module, replaced parameters, averages of weights, freezing."""
     for found in run_ranks(_allowed, 2):

@@ -89,6 +89,7 @@ def test_stock_models_with_dropout(make, training: bool) -> None:
     assert_equivalent(make().train(training))
 
 
+@pytest.mark.long
 def test_stock_attention_with_dropout() -> None:
     """Its probability is a number in the attention, which `.eval()` of the caller's alone would not reach."""
     assert_equivalent(dropping_gpt2(), MESH)
@@ -104,6 +105,7 @@ def test_what_cannot_be_pickled_is_refused() -> None:
         assert_equivalent(model, MESH, {"input": X[:, 0]})
 
 
+@pytest.mark.long
 def test_evaluation_is_compared_in_evaluation() -> None:
     """A batch norm takes other numbers there, and leaves them as they are; gradients are those of its evaluation."""
     torch.manual_seed(0)
@@ -180,6 +182,7 @@ class Centred(nn.Module):
         return {"loss": self.layers(x).square().sum(1).tanh().sum()}
 
 
+@pytest.mark.long
 def test_means_of_rounding_errors_are_equal() -> None:
     """Rows in another order change them on one device, too; those of other samples are an error."""
     inputs = {"x": torch.randn(12, 8, generator=torch.Generator().manual_seed(0))}
@@ -239,6 +242,7 @@ class Masked(nn.Module):
         return {"loss": scores.softmax(-1).square().sum(), "scores": scores, "spectrum": torch.fft.fft(self.score(x))}
 
 
+@pytest.mark.long
 def test_infinite_and_complex_elements() -> None:
     """Infinite ones must be the same, which are no error then; complex ones are compared like others."""
     found = assert_equivalent(Masked(), {"dp": 2, "tp": 2}, {"x": torch.randn(4, 8)})
@@ -266,6 +270,7 @@ class Tabled(nn.Module):
         return {"loss": (self.score(x) * self.table).square().sum()}
 
 
+@pytest.mark.long
 def test_buffers_that_are_made_by_a_call() -> None:
     """The model has none before, and the trace leaves none."""
     found = assert_equivalent(Tabled(), {"dp": 2, "tp": 2}, {"x": torch.randn(4, 8)})
@@ -294,6 +299,7 @@ class Spectral(nn.Module):
         return {"loss": self.head(mixed).tanh().square().sum()}
 
 
+@pytest.mark.long
 def test_complex_parameters() -> None:
     """They are compared in the complex dtype of the others."""
     found = assert_equivalent(Spectral(), {"dp": 2, "tp": 2}, {"x": torch.randn(4, 8)})
@@ -307,6 +313,7 @@ def _checkpointed(reentrant: bool) -> float:
     return compare_on_mesh(model, mesh, tokens(), torch.float64, cluster="ideal").worst[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_models_that_compute_again(reentrant: bool) -> None:
     """A plan has its own choice of what is computed again; what is lifted in the forward pass is compared."""

@@ -104,6 +104,7 @@ def test_what_torchtune_does_beside_the_stock_class_takes_its_time() -> None:
     assert whole - seconds(replace(software, block=0)) == pytest.approx((2 + 2.5) * flops / (0.38 * 312e12))
 
 
+@pytest.mark.long
 def test_plans_of_torchtune_are_ranked() -> None:
     records = [record for record in read_records(DATA) if record["group"] == "torchtune"]
     runs = [read_run(record, str(record["id"])) for record in records]

@@ -52,6 +52,7 @@ class Deep(nn.Module):
 TRACING = Tracing(True, True, contextlib.nullcontext())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_loop_over_the_sequence_is_refused(calls: bool) -> None:
     """The error names the line within the loop, long before the loop ends."""
@@ -62,6 +63,7 @@ def test_a_loop_over_the_sequence_is_refused(calls: bool) -> None:
     assert "has run 256 times in one call" in str(caught.value)
 
 
+@pytest.mark.long
 def test_layers_and_blocks_are_traced() -> None:
     """Lines that run often in many calls, and once for many tokens in one."""
     program = capture(Deep(), {"x": torch.ones(2, 1000, 4)}, TRACING)

@@ -151,6 +151,7 @@ def test_a_weight_on_a_data_axis() -> None:
     assert infer.memory["communication buffers"] == 512 + 4
 
 
+@pytest.mark.long
 def test_depth_adds_the_same_each_time() -> None:
     """Every further layer takes its weight, what it keeps, and at most its gradient."""
     sizes = {count: sum(planned(Layers(count), torch.zeros(32, 8)).memory.values()) for count in (3, 4, 5, 6, 7, 8, 20)}

@@ -85,6 +85,7 @@ def test_rows_begin_at_multiples_of_16_bytes_on_a_rank(classes: int, methods: tu
     assert found == pytest.approx(tuple(times * seconds for seconds in expected))
 
 
+@pytest.mark.long
 def test_many_products_with_narrow_rows() -> None:
     """Heads of 108 elements are multiplied as fast as in float32, those of 112 as fast as tensor cores can."""
     cores = {"float32": 1e6, "bfloat16": 1e9}

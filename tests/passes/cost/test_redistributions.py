@@ -93,6 +93,7 @@ FAST = [(MESHES[0], False), (MESHES[1], True)]
 REST = [(mesh, strided) for mesh in MESHES for strided in (False, True) if (mesh, strided) not in FAST]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "strided"), [*FAST, *(pytest.param(*case, marks=SLOW) for case in REST)], ids=str)
 @pytest.mark.parametrize("cluster", [pytest.param("cpu", marks=SLOW), "h100"])
 def test_every_pair_costs_what_its_steps_do(mesh: Mesh, cluster: str, strided: bool) -> None:

@@ -86,6 +86,7 @@ def test_one_axis_all_placements(ways: int) -> None:
         assert len(steps) == (source != target) or both_split_one_dim
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "second"), [(2, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_two_axes_all_placements(first: int, second: int) -> None:
     """Every change between layouts on two axes, with both on one dim in either order. Axes of sizes 2 and 3 are fast

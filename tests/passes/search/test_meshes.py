@@ -14,6 +14,7 @@ def test_one_axis_of_two(name):
     exact(MODELS[name](), "2", tokens(batch=8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", marked(MODELS, {"gpt2"}))
 def test_one_axis_of_four(name):
     exact(MODELS[name](), "4", tokens(batch=8))

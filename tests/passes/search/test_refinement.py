@@ -46,6 +46,7 @@ def _asked(mesh: int | dict[str, int], limit: float, layers: int = 2, **options:
     return Subproblems(MicroBatchPrograms(program, space, Clock()), space, Clock(), limit)
 
 
+@pytest.mark.long
 def test_the_bound_without_limit_holds_for_every_configuration() -> None:
     """No choice near to another one is faster than its configuration was bounded before it was begun, and what is found
     from the bounds is as good as what is found one by one."""
@@ -130,6 +131,7 @@ def test_the_more_effort_was_spent_the_more_a_choice_must_help(monkeypatch: pyte
     assert effort.spent == pytest.approx(MOST_EFFORT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tolerance", [0.01, *(pytest.param(tolerance, marks=pytest.mark.slow) for tolerance in (0.0, 0.1))]
 )
@@ -149,6 +151,7 @@ def test_what_the_tolerance_leaves_out_is_in_the_bound(tolerance: float) -> None
     assert found.seconds * (1 - tolerance) <= best.seconds * (1 + 1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh", [{"dp": 2, "tp": 2}, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ({"dp": 2}, 4))]
 )

@@ -83,6 +83,7 @@ def test_bounds_on_few_choices_are_not_remembered(asked: tuple[Space, Program]) 
     assert parent.subproblem.configuration.key in subproblems.memo.bounds
 
 
+@pytest.mark.long
 def test_the_next_choice_is_taken_where_it_is_near(
     asked: tuple[Space, Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:

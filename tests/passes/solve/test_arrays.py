@@ -103,6 +103,7 @@ def _choices(case: Planning) -> Iterator[Solution]:
                 yield Solution(*shared.expanded(own, some), 0.0, 0.0, case.configuration)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", marked(range(4), {2}))
 def test_the_choice_is_the_best_of_those_in_which_equal_layers_do_the_same(seed: int) -> None:
     """Without a limit of memory, and within some; seconds and bytes are those of the program."""

@@ -83,6 +83,7 @@ def _against_all(case: Planning, configuration: Configuration | None = None) -> 
         assert best * (1 - 2e-6) <= solution.bound <= best * (1 + 1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", _seeds(100, 50, {101}))
 def test_solver_equals_brute_force_within_memory(seed: int) -> None:
     """The same where memory is short. Both may make redistributions again in the backward pass instead of keeping what
@@ -90,6 +91,7 @@ def test_solver_equals_brute_force_within_memory(seed: int) -> None:
     _against_all(_small(random_planning(seed, blocks=2 if seed % 4 == 3 else 0), seed - 100))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", _seeds(300, 50, {302}))
 def test_solver_equals_brute_force_in_every_configuration(seed: int) -> None:
     """The same where parts run again, the batch comes in parts, and parameters travel once or with each part."""
@@ -97,6 +99,7 @@ def test_solver_equals_brute_force_in_every_configuration(seed: int) -> None:
     _against_all(case, random_configuration(case, seed - 300))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", _seeds(600, 40, {600}))
 def test_solver_equals_brute_force_in_storing_parameters(seed: int) -> None:
     """The same where parameters may be stored whole or in parts, and are then gathered and reduced for every

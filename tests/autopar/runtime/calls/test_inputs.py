@@ -81,6 +81,7 @@ def _rows() -> dict[str, tuple[int, int]]:
     return shares
 
 
+@pytest.mark.long
 def test_rows_of_each_rank() -> None:
     """Even, uneven and no rows, over one axis and several in either order, are the batch in the order of the ranks."""
     every = run_ranks(_rows, 4)
@@ -143,6 +144,7 @@ def _each(*functions: Callable[[], None]) -> None:
         function()
 
 
+@pytest.mark.long
 def test_rows_in_other_dims_and_in_micro_batches() -> None:
     run_ranks(_each, 4, _other_dims, _micro_batches)
 

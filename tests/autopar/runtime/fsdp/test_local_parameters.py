@@ -212,6 +212,7 @@ def _compared() -> None:
             assert torch.allclose(got[name], gradient, rtol=1e-10, atol=1e-12), about
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_one_device() -> None:
     """Gradients match for every backward setting: accumulation, hooks, freezing, other values, some gradients only."""
     run_ranks(_compared, 2)

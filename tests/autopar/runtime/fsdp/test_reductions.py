@@ -152,6 +152,7 @@ def test_a_unit_recovers_with_some_of_its_gradients() -> None:
             assert reduced == 9
 
 
+@pytest.mark.long
 def test_units_are_reduced_while_the_backward_pass_goes_on() -> None:
     """An all-reduce for each op with parameters, issued before the products of the op before it, or for several that
     fill a batch; the rest at the end. Gradients are those of one device, whatever is used, how often, and in which

@@ -27,12 +27,14 @@ def _listed(axis: str, options: Mapping[str, object]) -> list[list[str]]:
     return [[names[part] for part in parts] for parts in (layers, layers[1:3], layers[::-2], layers[-1:])]
 
 
+@pytest.mark.long
 def test_lists_of_modules() -> None:
     """As the model's own: lengths, loops, slices, and parts that are counted from the end."""
     first, second = run_ranks(_listed, 2, "dp", {})
     assert first == second == [["0", "1", "2", "3"], ["1", "2"], ["3", "1"], ["3"]]
 
 
+@pytest.mark.long
 def test_lists_of_modules_in_stages() -> None:
     """Those that a rank holds, by their numbers in the whole list."""
     cut = autopar.Pipeline(cuts=("model.layers.2",))

@@ -218,6 +218,7 @@ def _counted() -> tuple[list[tuple[dict[str, int], int, int, int]], str, str]:
     return found, later, last
 
 
+@pytest.mark.long
 def test_comparing_does_not_wait() -> None:
     """One reading of 32 bytes that the CPU sent, in one all-gather; the values of calls 1, 2 and every
     n-th are read once more, at the next call but for the first, and the error names the call that differed."""
@@ -294,6 +295,7 @@ def _frozen() -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_parameters_that_change_after_planning() -> None:
     """Trained, but planned frozen, is an error by name on all ranks; frozen later is exact; others are read."""
     every = run_ranks(_frozen, 4)
@@ -322,6 +324,7 @@ def _without_checksums(failing: int, ranks: set[int]) -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_ranks_that_cannot_take_checksums() -> None:
     """One rank fails in the first call, which reads checksums at once: it raises its own error, all others the same
     one. All fail in the second, whose checksums the third would read: the third runs. So do all later calls."""

@@ -39,6 +39,7 @@ def _followed() -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_what_a_trace_follows():
     errors = run_ranks(_followed, 2)[0]
     assert set(errors) == {kind.__name__ for kind in FOLLOWED}
@@ -143,6 +144,7 @@ def _compare_calls(model: nn.Module, dist_model: nn.Module, count: Callable[[], 
         count()
 
 
+@pytest.mark.long
 def test_other_values_get_programs_of_their_own():
     """Each is exact, and made once; other sizes go with them."""
     run_ranks(_other_values, 2)

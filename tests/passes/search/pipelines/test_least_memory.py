@@ -25,6 +25,7 @@ FAST = ("bloom", "vit")
 MESHES = (Mesh(("a",), (2,)), Mesh(("a", "b"), (2, 4)), Mesh(("a", "b"), (3, 2)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -59,6 +60,7 @@ def test_no_strategies_take_less(name: str) -> None:
     assert max(parts) > 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bloom", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "t5"))])
 def test_levels_are_not_refused_below_their_seconds(name: str) -> None:
     """No level of recompute is left out for a limit that its best choice without memory limit keeps."""
