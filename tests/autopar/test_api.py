@@ -106,6 +106,7 @@ def _state_dict() -> None:
     assert all(not parameter.full_tensor().any() for parameter in dist_model.parameters())
 
 
+@pytest.mark.long
 def test_state_dict():
     """Names, order and values are the model's; it loads again."""
     on_ranks(_state_dict, lifted=False)

@@ -25,6 +25,7 @@ class _Normed(nn.Module):
         return {"loss": self.second(twice.transpose(1, 2)).square().sum()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["2x2", pytest.param("4", marks=pytest.mark.slow)])
 def test_spectral_norm(mesh: str) -> None:
     """The vectors of the iteration are those of one device, too."""

@@ -331,6 +331,7 @@ def _export(name: str, folder: Path) -> list[str]:
     return different(AutoModelForCausalLM.from_pretrained(folder).state_dict(), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tied llama", pytest.param("llama", marks=pytest.mark.slow)])
 def test_trained_model_is_exported(name: str, tmp_path: Path) -> None:
     """`get_model_state_dict` and the stock model's `save_pretrained` write a folder that `from_pretrained` reads."""

@@ -94,6 +94,7 @@ def test_shards_drop_independently(rows: str, columns: str) -> None:
             assert abs(float((block == other).double().mean()) - agreement) < allowed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rows", "columns"), LAYOUTS)
 def test_mean_and_variance(rows: str, columns: str) -> None:
     """Elements are 0 or 1 / (1 - p); their mean is 1, their variance p / (1 - p), within five standard errors."""

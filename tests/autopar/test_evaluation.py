@@ -118,6 +118,7 @@ def _of_inputs() -> float:
     return _error(*found)
 
 
+@pytest.mark.long
 def test_gradients_of_inputs() -> None:
     """Of a frozen model, as attributions are computed."""
     assert max(run_ranks(_of_inputs, 2)) <= 1e-12

@@ -325,6 +325,7 @@ def test_copies_in_other_layouts(stored: dict[str, str], options: dict[str, obje
     assert any(group.turned for group in spy.seen[0].units.units)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [1, pytest.param(30_000, marks=pytest.mark.slow), 2**20])
 def test_reductions_in_batches(limit: int) -> None:
     """Gradients that are reduced where they are, in tensors with those of other units: one by one, some, and all

@@ -299,6 +299,7 @@ def _places(axis: str) -> None:
         assert _off(parameter.grad, gradients[name].grad) < 1e-5, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis", ["dp", "pp"])
 def test_places_for_images(axis: str) -> None:
     """Batches whose samples differ in their places are refused on all ranks, without a trace in the gradients; others,

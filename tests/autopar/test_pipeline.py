@@ -201,6 +201,7 @@ def test_stages_equal_one_device(make, inputs, mesh, options):
     assert len(gradients) == len(list(model.parameters()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "inputs",
     [
@@ -274,6 +275,7 @@ def test_cuts_within_layers_balance():
         assert free.step_s < given.step_s
 
 
+@pytest.mark.long
 def test_plans_of_stages_are_saved_and_replayed(plan, tmp_path):
     """A plan with its cuts is loaded and replayed as it is; contradicting arguments are refused."""
     plan.save(tmp_path / "plan.json")

@@ -284,6 +284,7 @@ def test_free_plan_is_no_slower(plans: dict[str, Plan], recipe: str) -> None:
     assert seconds(plans["free"]) <= seconds(plans[recipe]) * (1 + 1e-6)
 
 
+@pytest.mark.long
 def test_recipes_are_what_they_are_called(plans: dict[str, Plan]) -> None:
     weight = "model.layers.0.mlp.down_proj.weight"
     assert plans["Megatron"].parameters[weight].layout == {"dp": "I", "tp": "S(1)"}
@@ -317,6 +318,7 @@ def test_against_fsdp_layers_compute_while_parameters_travel(plans: dict[str, Pl
     assert communication(free) < 2 / 3 * communication(fsdp)
 
 
+@pytest.mark.long
 def test_against_fsdp_weights_of_the_ffn_are_not_gathered_on_tp() -> None:
     """A device has 1,024 tokens: gathering these costs less than gathering the weights of the ffn, so where no other
     layer computes meanwhile the free plan splits features on tp there, and gathers their weights over dp only. All it
@@ -388,6 +390,7 @@ def test_links_decide_which_axis_is_for_tensors(plenty: Plan) -> None:
         assert methods(plan, ".down_proj/linear")[tensor] == "in", plan.cluster
 
 
+@pytest.mark.long
 def test_links_too_slow_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     """At 1 GB/s between nodes even reducing gradients takes longer than computing everything in each node: the nodes
     repeat each other's work, and the planner says so."""
@@ -410,6 +413,7 @@ def test_memory_decides_what_is_gathered_again(large: Plan, plenty: Plan) -> Non
     assert exposed > 1.05 * once, "of what is gathered once, as much is exposed whatever the number of layers"
 
 
+@pytest.mark.long
 def test_memory_decides_how_parameters_are_stored(two_layers: LlamaForCausalLM) -> None:
     """Inference on a batch: with room each data rank holds the weights of the layers whole, and nothing in them is
     communicated. With less they are stored in parts: slower, but it fits."""
@@ -426,6 +430,7 @@ def test_memory_decides_how_parameters_are_stored(two_layers: LlamaForCausalLM) 
     assert sum(program_of(tight).memory.values()) <= 1.2e9
 
 
+@pytest.mark.long
 def test_size_decides_whether_splitting_pays() -> None:
     """128 tokens of width 64 are computed before a collective has started, so all devices repeat the work; of width
     8192 reading the weights takes longest, and each device reads its part of them."""

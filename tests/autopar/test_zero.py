@@ -17,6 +17,7 @@ def _plan(**options: object) -> Plan:
     return autopar.plan(llama(), {"dp": 2}, tokens(batch=8), **{**fixed, **options})  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 2])
 def test_stages_split_states_and_time_traffic(count: int) -> None:
     """Every stage stores all parameters split; they differ in what is gathered and reduced in each micro-batch."""

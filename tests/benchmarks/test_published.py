@@ -180,6 +180,7 @@ def test_the_step_of_an_optimizer_may_take_most(name: str, bytes_each: int) -> N
     assert abs(item.memory_error) < 0.16
 
 
+@pytest.mark.long
 def test_json_says_what_it_must(found: Predictions) -> None:
     """Records that are predicted, one that is not scored, and those that are left out, with reasons."""
     printed = json.loads(json.dumps(as_json(found)))

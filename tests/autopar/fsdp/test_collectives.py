@@ -95,6 +95,7 @@ def _order() -> tuple[list[list[int]], bool]:
     return found, are_close({name: item / 2 for name, item in gradients(dist_model).items()}, gradients(model))
 
 
+@pytest.mark.long
 def test_groups_of_one_place_are_gathered_ahead_together() -> None:
     """Before the backward pass computes a block, all groups of the block before it are being gathered. In the forward
     pass those of a block are gathered one after the other, with nothing in between."""

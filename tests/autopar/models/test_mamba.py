@@ -86,6 +86,7 @@ def test_half_precision() -> None:
     assert errors[1] < errors[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_programs_do_not_grow_with_the_sequence(make: Callable[[], nn.Module]) -> None:
     """One op for all places of a layer."""

@@ -283,6 +283,7 @@ def _modes(mesh: DeviceMesh) -> None:
     assert all(torch.allclose(buffers[name], buffer, rtol=1e-9) for name, buffer in model.named_buffers())
 
 
+@pytest.mark.long
 def test_both_modes_have_other_sizes() -> None:
     """Running statistics are those of all samples, however many there were."""
     on_ranks(_modes)

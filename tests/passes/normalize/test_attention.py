@@ -316,6 +316,7 @@ _FAST = {
 }.items()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "dtype"), marked(product(STOCK, (torch.float32, torch.bfloat16)), _FAST), ids=str)
 def test_stock_models(name: str, dtype: torch.dtype) -> None:
     """Nothing is as large as the scores, nor for all batches but the biases of T5."""

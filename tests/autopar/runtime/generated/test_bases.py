@@ -55,6 +55,7 @@ def _frozen() -> list[str]:
     return [name for name, item in dist_model.named_parameters() if item.grad is None]
 
 
+@pytest.mark.long
 def test_layers_are_frozen_in_a_loop() -> None:
     """Those parameters alone get no gradients."""
     first, second = run_ranks(_frozen, 2)

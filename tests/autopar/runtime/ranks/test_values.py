@@ -194,6 +194,7 @@ def _too_many(inputs: dict[str, Tensor], rank: int) -> None:
     inputs["lengths"] = torch.tensor([2, 3])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [
