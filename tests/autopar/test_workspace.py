@@ -216,6 +216,7 @@ def test_every_form_is_compared() -> None:
 
 # Cases that are like others, and one that takes long.
 _NIGHTLY = {*_OF_ONE[3:], "chunked_attention in a window", "selective_scan of places of samples"}
+_LONG = {"scan of all places", "selective_scan", "delta_scan", "attention in a window", "ring_attention in a window"}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,11 @@ _NIGHTLY = {*_OF_ONE[3:], "chunked_attention in a window", "selective_scan of pl
     ],
 )
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in _NIGHTLY else name for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in _NIGHTLY else pytest.mark.long if name in _LONG else [])
+        for name in CASES
+    ],
 )
 def test_workspace(name: str, dtype: torch.dtype, device: str) -> None:
     """Bytes that are saved in all, and bytes of the backward pass besides them and the gradients of operands."""

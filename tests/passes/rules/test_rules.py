@@ -19,10 +19,16 @@ def test_every_sample_has_a_rule() -> None:
 
 # Strategies on a mesh of two axes that are fast: each method on each axis is among them.
 _MOST = 15
+# Operators with so many strategies that a sample takes seconds.
+_MANY = ("scaled_dot_product_attention", "selective_scan", "delta_scan", "linear_cross_entropy")
+_SAMPLES = [
+    pytest.param(sample, marks=pytest.mark.long if sample.kind in _MANY else [], id=_name(sample))
+    for sample in samples()
+]
 
 
 @pytest.mark.parametrize("most", [pytest.param(None, marks=pytest.mark.slow), _MOST], ids=["all", "most"])
-@pytest.mark.parametrize("sample", samples(), ids=_name)
+@pytest.mark.parametrize("sample", _SAMPLES)
 def test_every_strategy_computes_what_the_op_does(sample: Sample, most: int | None) -> None:
     """For every strategy on four meshes: operands cut (pending sums as random addends), the generated local form run on
     every rank, results put together, and gradients of all operands likewise. Of attention, which has hundreds on two
@@ -36,7 +42,7 @@ def test_every_strategy_computes_what_the_op_does(sample: Sample, most: int | No
     assert checking.finish() == []
 
 
-@pytest.mark.parametrize("sample", samples(), ids=_name)
+@pytest.mark.parametrize("sample", _SAMPLES)
 def test_operands_without_gradient(sample: Sample) -> None:
     """The same where only one operand has a gradient, whichever it is, and where none has."""
     able = [slot for slot, tensor in enumerate(one_op(sample).operands) if tensor.requires_grad]
