@@ -237,17 +237,20 @@ def reducing_over_parameters() -> str | None:
     """The name of the function that iterates the parameters of the caller's caller to reduce over all of them: a
     `clip_grad_norm_` or `get_total_norm` of torch or another library, or the constructor of `LBFGS`. None where none of
     these does, and where autopar does.
+
+    Frames are told by their code alone: Python 3.11 keeps the locals of a frame that is asked for them until it ends,
+    and with them a module that the caller deletes.
     """
     frame: FrameType | None = sys._getframe(3)
     for _ in range(_FRAMES_TO_PARAMETERS):
         module = "" if frame is None else frame.f_globals.get("__name__", "")
         if frame is None or module.startswith("autopar."):
             return None
-        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        name = frame.f_code.co_name
         if name in _NORMS:
             return f"{module}.{name}"
-        if name == "__init__" and isinstance(owner, torch.optim.LBFGS):
-            return f"torch.optim.{type(owner).__name__}"
+        if frame.f_code is torch.optim.LBFGS.__init__.__code__:
+            return "torch.optim.LBFGS"
         frame = frame.f_back
     return None
 

@@ -1,3 +1,5 @@
+import gc
+import weakref
 from datetime import timedelta
 
 import torch
@@ -134,6 +136,41 @@ def _run_on_a_rank() -> None:
     assert _torch.REGISTRY_KEY in vars(unit)
     for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
         assert callable(getattr(NamedParamGroup, name))
+
+
+class Asked(nn.Linear):
+    """A layer that looks for who reduces over its parameters, as modules in pipeline stages do."""
+
+    def named_parameters(self, *args, **options):
+        self.found = self._look()
+        return super().named_parameters(*args, **options)
+
+    def _look(self):
+        return _torch.reducing_over_parameters()
+
+
+def test_functions_that_reduce_over_parameters_are_named():
+    module = Asked(2, 2)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    assert module.found == "torch.nn.utils.clip_grad.clip_grad_norm_"
+    torch.optim.LBFGS(module.parameters())
+    assert module.found == "torch.optim.LBFGS"
+    torch.optim.SGD(module.parameters())
+    assert module.found is None
+
+
+def test_a_module_that_was_asked_for_parameters_is_freed():
+    """Whoever looks at callers keeps none of their locals alive, so that deletion is enough."""
+    gc.collect()
+    gc.disable()
+    try:
+        module = Asked(2, 2)
+        left = weakref.ref(module)
+        assert len(list(module.parameters())) == 2
+        del module
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_names_of_distributed_torch():
