@@ -10,13 +10,34 @@ runtime makes, each a kernel that reads and writes them once:
   the tangent of a soft cap. Each chunk adds to the gradient of the weight, at least in single precision.
 """
 
+from collections.abc import Sequence
+
 from passes.cost.compute import product_seconds
 from passes.cost.hardware import ALIGNMENT, Device
+from passes.ir.choices import Strategy
 from passes.ir.figures import largest
+from passes.ir.layout import local_shape
 from passes.ir.linear_loss import LinearLoss
+from passes.ir.mesh import Mesh
+from passes.rules.local_forms import form_that_runs, linear_loss
+from passes.rules.strategies import Choice, OpContext
 
+# The kind of ops that are a linear layer with the cross entropy of its result.
+LINEAR_LOSS = "linear_cross_entropy"
 # Kernels of a chunk besides its products and passes: of numbers of tokens alone.
 _KERNELS = 16
+
+
+def local_loss(context: OpContext, choices: Sequence[Choice], strategy: Strategy, mesh: Mesh) -> LinearLoss | None:
+    """The linear layer with its cross entropy that a rank computes; None for other ops."""
+    if context.op.kind != LINEAR_LOSS:
+        return None
+    shapes = [
+        local_shape(type.shape, layout, mesh) for type, layout in zip(context.operands, strategy.operands, strict=True)
+    ]
+    flows = context.flowing_operands if context.flows else (False,) * len(shapes)
+    form = form_that_runs(choice.form for choice in choices)
+    return linear_loss(context.op, shapes, context.operands[0].dtype, flows, form)
 
 
 def linear_loss_seconds(loss: LinearLoss, device: Device) -> tuple[float, float]:

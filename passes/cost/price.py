@@ -1,44 +1,31 @@
 """The cost of an op under a strategy. Both the planner's arrays and the walk over a lowered program use it.
 
-A rank runs a part of the op: local forms, a kernel of attention. Its workspace is memory besides operands, results, and
-the gradients of both: from the allocations of torch's backward formulas, and from what local forms say themselves. A
-test compares all of it with them."""
+A rank runs a part of the op: local forms, a kernel of attention. The memory that this takes is in `workspace`."""
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-import torch
-
+from passes.cost.attention import Attention, attention_work, local_attention
 from passes.cost.cluster import Cluster
 from passes.cost.compute import Work, compute_seconds
 from passes.cost.forms import forms_of
 from passes.cost.fusion import Fused
 from passes.cost.hardware import ALIGNMENT
-from passes.cost.linear_loss import linear_loss_seconds
+from passes.cost.linear_loss import linear_loss_seconds, local_loss
 from passes.cost.step_costs import StepCosts
 from passes.ir.choices import Cover, Strategy
 from passes.ir.figures import least
-from passes.ir.layout import Layout, R, Shape, local_shape
+from passes.ir.layout import Layout, R
 from passes.ir.linear_loss import LinearLoss
 from passes.ir.mesh import Mesh
 from passes.ir.program import Op, TensorType
 from passes.ir.rule import Rule, Rules
 from passes.rules import find_rule
-from passes.rules.attention_forms import (
-    Kernel,
-    attention_kernel,
-    attention_workspace,
-    block_attention,
-    runs_in_blocks,
-    runs_in_chunks,
-)
 from passes.rules.cheap import is_cheap, second_products
-from passes.rules.form_context import MoreWork, Split, Traffic, Workspace
-from passes.rules.local_forms import LOCAL_FORMS, LocalForm, form_that_runs, linear_loss
-from passes.rules.scan_forms import selective_temporaries
+from passes.rules.form_context import MoreWork, Split, Traffic
+from passes.rules.local_forms import LOCAL_FORMS, LocalForm, form_that_runs
 from passes.rules.strategies import Choice, OpContext, op_context, replicated
 
 _PLAIN = LocalForm()
@@ -79,151 +66,6 @@ def _ways_by_factor(choices: Sequence[Choice], sizes: Sequence[int]) -> dict[str
     for choice, size in zip(choices, sizes, strict=True):
         found.update((factor, found.get(factor, 1) * size) for factor in choice.factors)
     return found
-
-
-# Passes over scores without a fused kernel: the first product writes them, the softmax reads and writes, the second
-# product reads them. A mask is read, and added to them. The backward pass has twice the products.
-_FORWARD_PASSES, _MASK_PASSES, _BACKWARD_PASSES = 4, 3, 6
-# A soft cap divides, bends and multiplies them; what hides keys or is added is read, too.
-_CAP_PASSES = 6
-
-
-class Attention(NamedTuple):
-    """Attention on one rank: the kernel, the local query, key and value, and whether scores are masked; those in chunks
-    all are, of these whether they have a soft cap."""
-
-    kernel: Kernel
-    operands: tuple[Shape, ...]
-    is_masked: bool
-
-
-def local_attention(
-    context: OpContext, choices: Sequence[Choice], strategy: Strategy, mesh: Mesh, device: str
-) -> Attention | None:
-    """The attention that a rank computes; None for other ops."""
-    if context.op.kind not in _ATTENTION:
-        return None
-    shapes = tuple(
-        local_shape(type.shape, layout, mesh)
-        for type, layout in zip(context.operands[:3], strategy.operands[:3], strict=True)
-    )
-    masked = len(context.operands) > 3
-    if runs_in_chunks(context.op):
-        return Attention(Kernel.CHUNKS, shapes, context.op.arguments["soft_cap"] is not None)
-    if runs_in_blocks(context.op) or any(choice.form for choice in choices):
-        shapes = block_attention(shapes, context.operands[1].shape[-2], device)
-    dropout = bool(context.op.arguments["dropout_p"])
-    kernel = attention_kernel(device, context.operands[0].dtype, shapes, masked=masked, dropout=dropout)
-    return Attention(kernel, shapes, masked or bool(context.op.arguments["is_causal"]))
-
-
-def local_loss(context: OpContext, choices: Sequence[Choice], strategy: Strategy, mesh: Mesh) -> LinearLoss | None:
-    """The linear layer with its cross entropy that a rank computes; None for other ops."""
-    if context.op.kind != _LINEAR_LOSS:
-        return None
-    shapes = [
-        local_shape(type.shape, layout, mesh) for type, layout in zip(context.operands, strategy.operands, strict=True)
-    ]
-    flows = context.flowing_operands if context.flows else (False,) * len(shapes)
-    form = form_that_runs(choice.form for choice in choices)
-    return linear_loss(context.op, shapes, context.operands[0].dtype, flows, form)
-
-
-def attention_work(work: Work, attention: Attention) -> Work:
-    """`work` as the kernel does it: without a fused one as products and passes over whole scores, at least in single
-    precision. Tiles of fused ones are as wide as the widths on average."""
-    query, key, value = attention.operands
-    if attention.kernel is Kernel.CHUNKS:
-        return _chunked_work(work, attention)
-    if attention.kernel is not Kernel.MATH:
-        return replace(work, width=(query[-1] + value[-1]) / 2)
-    scores = prod(query[:-1]) * key[-2]
-    dtype = work.dtype if work.dtype.itemsize >= torch.float32.itemsize else torch.float32
-    forward = 2.0 * scores * (query[-1] + value[-1])
-    parts = sum(work.backward)
-    passed = scores * dtype.itemsize
-    return replace(
-        work,
-        dtype=dtype,
-        reads=work.reads + (_FORWARD_PASSES + _MASK_PASSES * attention.is_masked) * passed,
-        back=work.back + _BACKWARD_PASSES * passed,
-        forward=forward,
-        backward=[2 * forward * part / parts for part in work.backward] if parts else work.backward,
-        elements=scores,
-        unaligned=False,
-        batched=True,
-    )
-
-
-def _chunked_work(work: Work, attention: Attention) -> Work:
-    """`work` in chunks: passes over the scores that are computed, and in the backward pass those of the forward pass
-    again, whose products the rule counts as those of fused kernels, which make them again, too."""
-    query, _, value = attention.operands
-    dtype = work.dtype if work.dtype.itemsize >= torch.float32.itemsize else torch.float32
-    scores = work.forward / 2 / (query[-1] + value[-1])
-    passes = _FORWARD_PASSES + _MASK_PASSES + _CAP_PASSES * attention.is_masked
-    passed = scores * dtype.itemsize
-    back = (passes + _BACKWARD_PASSES + _CAP_PASSES // 2 * attention.is_masked) * passed
-    back = back if work.back else 0.0
-    return replace(work, reads=work.reads + passes * passed, back=work.back + back)
-
-
-# Temporaries that are live at once in the backward pass, in tensors of the first operand's size: the terms of the
-# formulas in torch's derivatives.yaml. pow: the power below and its product with the exponent. rsqrt: the result to the
-# third, and half of that. cross_entropy_loss: the gradient of the logarithms. gather, index_select: the zeros that the
-# gradient is added to.
-TEMPORARIES: Mapping[str, float] = {
-    **dict.fromkeys(("abs", "cosh", "digamma", "exp2", "expm1", "i0", "lgamma", "log10", "log1p", "log2"), 1.0),
-    **dict.fromkeys(("sin", "sinh", "sqrt", "cross_entropy_loss", "gather", "index_select"), 1.0),
-    **dict.fromkeys(("linalg_vector_norm", "std", "var"), 1.0),
-    **dict.fromkeys(("atan", "cos", "cumsum", "logsumexp", "pow", "reciprocal", "rsqrt", "square", "tan"), 2.0),
-    **dict.fromkeys(("acosh", "asinh", "atanh"), 3.0),
-    **dict.fromkeys(("asin", "erf", "erfc", "erfinv"), 4.0),
-    **dict.fromkeys(("acos", "prod"), 5.0),
-    "sinc": 7.0,
-}
-# The same in tensors of the result's size, where an operand that is repeated has a gradient: products of full size
-# before they are summed (of a divisor: the quotient, its negative, and the product with the gradient).
-REPEATED: Mapping[str, float] = {"mul": 1.0, "div": 3.0}
-
-
-def workspace(context: OpContext, choices: Sequence[Choice], strategy: Strategy, mesh: Mesh, device: str) -> Workspace:
-    """Bytes that autograd saves besides what the rule says, and bytes of temporaries in the backward pass, on a rank of
-    `mesh` of devices of the type `device`."""
-    if not context.flows or not context.operands:
-        return 0.0, 0.0
-    loss = local_loss(context, choices, strategy, mesh)
-    if loss is not None:
-        return loss.workspace()
-    for form, about in forms_of(context, choices, strategy, mesh, device):
-        return form.workspace(about)
-    if context.op.kind not in _KINDS:
-        return 0.0, 0.0
-    shapes = [
-        local_shape(type.shape, layout, mesh) for type, layout in zip(context.operands, strategy.operands, strict=True)
-    ]
-    if context.op.kind == _SELECTIVE_SCAN:
-        return 0.0, selective_temporaries(shapes, context.operands[0].dtype)
-    attention = local_attention(context, choices, strategy, mesh, device)
-    if attention is not None:
-        masks = zip(context.operands[3:], shapes[3:], strict=True)
-        converted = sum(prod(shape) for type, shape in masks if type.dtype is torch.bool)
-        dropout = bool(context.op.arguments["dropout_p"])
-        dtype = context.operands[0].dtype
-        return attention_workspace(attention.kernel, dtype, attention.operands, device, mask=converted, dropout=dropout)
-    operands = [prod(shape) * type.dtype.itemsize for shape, type in zip(shapes, context.operands, strict=True)]
-    backward = TEMPORARIES.get(context.op.kind, 0.0) * operands[0]
-    whole = context.results[0]
-    result = prod(local_shape(whole.shape, strategy.results[0], mesh)) * whole.dtype.itemsize
-    if any(flows and size < result for flows, size in zip(context.flowing_operands, operands, strict=True)):
-        backward += REPEATED.get(context.op.kind, 0.0) * result
-    return 0.0, backward
-
-
-_ATTENTION = ("scaled_dot_product_attention", "chunked_attention")
-_LINEAR_LOSS = "linear_cross_entropy"
-_SELECTIVE_SCAN = "selective_scan"
-_KINDS = frozenset((*TEMPORARIES, *REPEATED, *_ATTENTION, _SELECTIVE_SCAN))
 
 
 class OpSeconds(NamedTuple):

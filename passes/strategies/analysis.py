@@ -11,7 +11,8 @@ import torch
 
 from passes.cost.cluster import Cluster, Device
 from passes.cost.fusion import Fused, joined
-from passes.cost.price import OpPrices, OpSeconds, workspace
+from passes.cost.price import OpPrices, OpSeconds
+from passes.cost.workspace import workspace
 from passes.ir.choices import Node, Strategy, StrategyBytes
 from passes.ir.figures import as_float
 from passes.ir.folded import Folded, Region, dependents

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autopar.plans.probing import FakeProber
 from passes.cost.liveness.graph import Event, EventKind, Form, StorageOrigin, Task
-from passes.cost.price import REPEATED, TEMPORARIES, workspace
+from passes.cost.workspace import REPEATED, TEMPORARIES, workspace
 from passes.ir.layout import local_shape
 from passes.rules.local_forms import LOCAL_FORMS
 from passes.rules.pointwise import TABLE

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from passes.cost.price import op_seconds, workspace
+from passes.cost.price import op_seconds
+from passes.cost.workspace import workspace
 from passes.rules.strategies import named_choices
 from passes.strategies import analyze
 from tests.passes.helpers import mesh_of
