@@ -7,10 +7,10 @@ of the trace in one would be read by the next call of the model.
 import functools
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Protocol, TypeGuard, TypeVar
 
 from torch import nn
 
@@ -42,36 +42,62 @@ class _Cached(Protocol):
 @contextmanager
 def caches_kept(module: nn.Module) -> Iterator[None]:
     """Enter around a traced forward pass of `module`. Afterwards no fake tensor is in the caches of the packages that
-    its modules are from: functions whose caches were added to forget them all, global variables and attributes of
-    classes have their values from before, and entries of dicts are removed."""
-    # Each owner and each dict is kept, so that its id stays its own.
+    its modules are from: functions whose caches were added to forget them all, and global variables, attributes of
+    classes, and the dicts and lists in these have what they had in place of one."""
+    # Each owner and each container is kept, so that its id stays its own.
     before = {id(owner): (owner, dict(vars(owner))) for owner in _owners(module)}
-    known = [_kept(values) for _, values in before.values()]
-    dicts = {id(each): (each, dict(each)) for own, _ in known for each in own}
-    misses = {each: each.cache_info().misses for _, own in known for each in own}
+    containers, functions = _Containers(), list[_Cached]()
+    for _, values in before.values():
+        containers.add(values.values())
+        functions += _functions(values.values())
+    misses = {function: function.cache_info().misses for function in functions}
     try:
         yield
     finally:
-        functions, nothing = list(misses), dict[object, object]()
         for owner in _owners(module):
             _, values = before.get(id(owner), (owner, {}))
-            if not _is_changed(vars(owner), values):
-                continue
-            for name in _fakes(dict(vars(owner))):
-                if name in values:
-                    setattr(owner, name, values[name])
-                else:
-                    delattr(owner, name)
-            new_dicts, new_functions = _kept(dict(vars(owner)))
-            dicts |= {id(each): (each, nothing) for each in new_dicts if id(each) not in dicts}
-            functions += new_functions
-        for entries, earlier in dicts.values():
-            if _is_changed(entries, earlier):
-                for key in _fakes(entries):
-                    del entries[key]
+            now = dict(vars(owner))
+            if _is_changed(now.values(), values.values()):
+                functions += _functions(now.values())
+                for name in _fakes(now):
+                    if name in values:
+                        setattr(owner, name, values[name])
+                    else:
+                        delattr(owner, name)
+        containers.restore()
         for function in functions:
             if function.cache_info().misses > misses.get(function, 0):
                 function.cache_clear()
+
+
+class _Containers:
+    """Dicts and lists, and those in the dicts, each with a copy."""
+
+    def __init__(self) -> None:
+        self._dicts: dict[int, tuple[dict[object, object], dict[object, object]]] = {}
+        self._lists: dict[int, tuple[list[object], list[object]]] = {}
+
+    def add(self, values: Collection[object]) -> None:
+        """Add the dicts and lists among some values, and those in the dicts."""
+        for value in _of_types(values, (*_DICTS, list)):
+            if type(value) is list:
+                self._lists[id(value)] = value, list(value)
+            elif is_dict(value) and id(value) not in self._dicts:
+                self._dicts[id(value)] = value, dict(value)
+                self.add(value.values())
+
+    def restore(self) -> None:
+        """Give them what they had in place of fake tensors."""
+        for items, earlier in self._lists.values():
+            if _is_changed(items, earlier) and _has_fakes(items):
+                items[:] = earlier
+        for entries, before in self._dicts.values():
+            if _is_changed(entries.values(), before.values()):
+                for key in _fakes(entries):
+                    if key in before:
+                        entries[key] = before[key]
+                    else:
+                        del entries[key]
 
 
 def _owners(module: nn.Module) -> list[object]:
@@ -86,19 +112,23 @@ def _owners(module: nn.Module) -> list[object]:
     return found
 
 
-def _is_changed(entries: Mapping[Any, object], before: Mapping[Any, object]) -> bool:
-    """Whether entries have other values than before. Packages have tens of thousands, few of which change."""
-    return len(entries) != len(before) or not all(map(is_, entries.values(), before.values()))
+def _is_changed(values: Collection[object], before: Collection[object]) -> bool:
+    """Whether there are other values than before. Packages have tens of thousands, few of which change."""
+    return len(values) != len(before) or not all(map(is_, values, before))
 
 
-def _kept(values: Mapping[str, object]) -> tuple[list[dict[object, object]], list[_Cached]]:
-    """Dicts among the values of a module or a class, and its functions and methods whose results are kept."""
-    kinds = (*_DICTS, _CACHED, staticmethod, classmethod)
-    # Few owners have one: types are compared first.
-    if not any(issubclass(kind, kinds) for kind in set(map(type, values.values()))):
-        return [], []
-    own = [item.__func__ if isinstance(item, staticmethod | classmethod) else item for item in values.values()]
-    return [item for item in own if is_dict(item)], [item for item in own if _is_cached(item)]
+def _functions(values: Collection[object]) -> list[_Cached]:
+    """The functions and methods among the values of a module or a class whose results are kept."""
+    items = _of_types(values, (_CACHED, staticmethod, classmethod))
+    own = (item.__func__ if isinstance(item, staticmethod | classmethod) else item for item in items)
+    return [item for item in own if _is_cached(item)]
+
+
+def _of_types(values: Collection[object], types: tuple[type, ...]) -> list[object]:
+    """The values of some types. Few owners have any, so a set of their types is compared first."""
+    if not any(issubclass(kind, types) for kind in set(map(type, values))):
+        return []
+    return [value for value in values if isinstance(value, types)]
 
 
 def _is_cached(value: object) -> TypeGuard[_Cached]:

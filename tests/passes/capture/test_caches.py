@@ -14,6 +14,9 @@ from tests.passes.helpers import captured
 _TABLES: dict[int, Tensor] = {}
 _PAIRS: dict[int, tuple[Tensor, float]] = {}
 _ORDERED: OrderedDict[int, Tensor] = OrderedDict()
+_LISTS: dict[str, list[Tensor]] = {"tables": []}
+_LAST: dict[str, Tensor] = {}
+_kept: list[Tensor] = []
 _last: Tensor | None = None
 
 
@@ -55,6 +58,19 @@ def _in_ordered_dict(model: "_Scaled", length: int) -> Tensor:
     if length not in _ORDERED:
         _ORDERED[length] = torch.arange(length).cos()
     return _ORDERED[length]
+
+
+def _in_list(model: "_Scaled", length: int) -> Tensor:
+    if not _kept:
+        _kept.append(torch.arange(length).cos())
+    return _kept[0]
+
+
+def _in_dict_of_lists(model: "_Scaled", length: int) -> Tensor:
+    tables = _LISTS["tables"]
+    if not tables:
+        tables.append(torch.arange(length).cos())
+    return tables[0]
 
 
 def _in_global_variable(model: "_Scaled", length: int) -> Tensor:
@@ -109,6 +125,8 @@ PLACES = {
     "a dict": _in_dict,
     "a dict of pairs": _in_pair,
     "an ordered dict": _in_ordered_dict,
+    "a list": _in_list,
+    "a dict of lists": _in_dict_of_lists,
     "a global variable": _in_global_variable,
     "a class": _in_attribute_of_class,
     "a dict of a class": _in_dict_of_class,
@@ -125,6 +143,27 @@ def test_the_model_runs_as_before(place: str) -> None:
         found = model(x)
         assert not isinstance(found, FakeTensor)
         assert torch.equal(found, expected)
+
+
+class _Noting(nn.Module):
+    """Notes its last result among global variables."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: any shape."""
+        _LAST["result"] = x.exp()
+        _kept.append(_LAST["result"])
+        return _LAST["result"]
+
+
+def test_entries_that_the_trace_replaced_are_put_back() -> None:
+    _kept[:] = [torch.ones(2)]
+    model = _Noting()
+    result = model(torch.ones(2))
+    captured(model, x=torch.ones(3))
+    assert _LAST["result"] is result
+    assert len(_kept) == 2
+    assert _kept[1] is result
+    _kept.clear()
 
 
 def test_other_entries_stay() -> None:
