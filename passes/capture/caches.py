@@ -7,10 +7,11 @@ of the trace in one would be read by the next call of the model.
 import functools
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
 from operator import is_
-from typing import Protocol, TypeGuard, TypeVar
+from types import ModuleType
+from typing import Protocol, TypeGuard, TypeVar, cast
 
 from torch import nn
 
@@ -43,10 +44,10 @@ class _Cached(Protocol):
 def caches_kept(module: nn.Module) -> Iterator[None]:
     """Enter around a traced forward pass of `module`. Afterwards no fake tensor is in the caches of the packages that
     its modules are from: functions whose caches were added to forget them all, and global variables, attributes of
-    classes, and the dicts and lists in these have what they had in place of one."""
+    classes, and the dicts, lists and objects in these have what they had in place of one."""
     # Each owner and each container is kept, so that its id stays its own.
     before = {id(owner): (owner, dict(vars(owner))) for owner in _owners(module)}
-    containers, functions = _Containers(), list[_Cached]()
+    containers, functions = _Containers(packages_of(module)), list[_Cached]()
     for _, values in before.values():
         containers.add(values.values())
         functions += _functions(values.values())
@@ -71,20 +72,32 @@ def caches_kept(module: nn.Module) -> Iterator[None]:
 
 
 class _Containers:
-    """Dicts and lists, and those in the dicts, each with a copy."""
+    """Dicts, lists and the attributes of objects of some packages' classes, and those in them, each with a copy."""
 
-    def __init__(self) -> None:
+    def __init__(self, packages: Set[str]) -> None:
+        self._packages = packages
         self._dicts: dict[int, tuple[dict[object, object], dict[object, object]]] = {}
         self._lists: dict[int, tuple[list[object], list[object]]] = {}
 
     def add(self, values: Collection[object]) -> None:
-        """Add the dicts and lists among some values, and those in the dicts."""
-        for value in _of_types(values, (*_DICTS, list)):
-            if type(value) is list:
-                self._lists[id(value)] = value, list(value)
-            elif is_dict(value) and id(value) not in self._dicts:
-                self._dicts[id(value)] = value, dict(value)
-                self.add(value.values())
+        """Add those among some values."""
+        waiting = [values]
+        while waiting:
+            each = waiting.pop()
+            # Of tens of thousands of values few are: their types are compared first.
+            types = {kind for kind in set(map(type, each)) if kind is list or kind in _DICTS or self._is_own(kind)}
+            for value in [value for value in each if type(value) in types] if types else ():
+                items = value if isinstance(value, list) or is_dict(value) else cast(dict[object, object], vars(value))
+                if isinstance(items, list):
+                    self._lists[id(items)] = items, list(items)
+                elif id(items) not in self._dicts:
+                    self._dicts[id(items)] = items, dict(items)
+                    waiting.append(items.values())
+
+    def _is_own(self, kind: type) -> bool:
+        """Whether it is a class of the packages whose objects may keep something."""
+        is_own = kind.__module__.partition(".")[0] in self._packages and bool(kind.__dictoffset__)
+        return is_own and not issubclass(kind, type | ModuleType | nn.Module)
 
     def restore(self) -> None:
         """Give them what they had in place of fake tensors."""
@@ -100,13 +113,23 @@ class _Containers:
                         del entries[key]
 
 
+def packages_of(module: nn.Module) -> set[str]:
+    """The packages that define the parts of a module, without torch and ours."""
+    modules = {type(part).__module__ for part in module.modules()}
+    return {name.partition(".")[0] for name in modules if not _is_foreign(name)}
+
+
+def _is_foreign(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and is_foreign(file)
+
+
 def _owners(module: nn.Module) -> list[object]:
     """The imported modules of the packages that `module` is from, and the classes that are defined in them."""
-    packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
+    packages = packages_of(module)
     found: list[object] = []
     for name, imported in list(sys.modules.items()):
-        file = getattr(imported, "__file__", None)
-        if name.partition(".")[0] in packages and not (file is not None and is_foreign(file)):
+        if name.partition(".")[0] in packages:
             own = list(vars(imported).values())
             found += [imported, *(item for item in own if isinstance(item, type) and item.__module__ == name)]
     return found

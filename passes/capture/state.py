@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import cast
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from passes._torch import TABLES
-from passes.capture.caches import is_dict
+from passes.capture.caches import is_dict, packages_of
 from passes.capture.source import UntraceableError, line_of_frame, replaced
 
 # The function of torch that enters the mode around a decorated one.
@@ -24,6 +24,7 @@ _Items = dict[object, object]
 def state_kept(module: nn.Module, changed: dict[str, None]) -> Iterator[None]:
     """Enter around a traced forward pass of `module`. Adds to `changed` the attributes that hold another number or
     tensor afterwards, by path; then all attributes are as they were before, so that none holds a tensor of the trace.
+    These are attributes of modules, and of objects of the model's own classes that modules hold.
 
     Raises UntraceableError where random numbers are drawn by others than torch (by any thread: all share these
     generators), where torch's are seeded, and where inference mode is entered.
@@ -46,7 +47,7 @@ def state_kept(module: nn.Module, changed: dict[str, None]) -> Iterator[None]:
             line_of_frame(sys._getframe(1)),
         )
 
-    drawn, contents = _generators(), [_Contents(path, part) for path, part in module.named_modules()]
+    drawn, contents = _generators(), [_Contents(*each) for each in _holders(module)]
     with (
         replaced(torch.inference_mode, "__enter__", refuse_inference) as entered,
         replaced(torch, "manual_seed", refuse_seed),
@@ -67,10 +68,35 @@ def state_kept(module: nn.Module, changed: dict[str, None]) -> Iterator[None]:
     changed.update(dict.fromkeys(found))
 
 
-class _Contents:
-    """The attributes of the module at a path, and the items of those that are dicts, as its hooks are, and lists."""
+def _holders(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """The modules in `module`, and the objects of classes of their packages that they hold, by path: as attributes, and
+    as items of dicts, lists and tuples. Such objects compute tables, say, and keep them."""
+    packages, seen = packages_of(module), set[int]()
+    waiting: list[tuple[str, object]] = list(module.named_modules())
+    while waiting:
+        path, holder = waiting.pop()
+        if id(holder) not in seen:
+            seen.add(id(holder))
+            yield path, holder
+            held = _held(f"{path}.", vars(holder))
+            waiting += [(name, item) for name, item in held if type(item).__module__.partition(".")[0] in packages]
 
-    def __init__(self, path: str, part: nn.Module) -> None:
+
+def _held(path: str, items: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """The values of some items, and those in dicts, lists and tuples, that have attributes but are no modules, which
+    are found as such, no tensors and no classes."""
+    for name, value in items.items():
+        of_dict: Collection[object] = value.values() if is_dict(value) and name not in TABLES else ()
+        for item in value if isinstance(value, list | tuple) else of_dict or (value,):
+            if hasattr(item, "__dict__") and not isinstance(item, nn.Module | Tensor | type):
+                yield f"{path}{name}", item
+
+
+class _Contents:
+    """The attributes of the module or object at a path, and the items of those that are dicts, as hooks are, and
+    lists."""
+
+    def __init__(self, path: str, part: object) -> None:
         own = vars(part)
         self.path = path
         self._own = cast(_Items, own), dict(cast(_Items, own))

@@ -17,6 +17,22 @@ _ORDERED: OrderedDict[int, Tensor] = OrderedDict()
 _LISTS: dict[str, list[Tensor]] = {"tables": []}
 _LAST: dict[str, Tensor] = {}
 _kept: list[Tensor] = []
+
+
+class _Tables:
+    """An object that keeps a table."""
+
+    def __init__(self) -> None:
+        self.table: Tensor | None = None
+
+    def of(self, length: int) -> Tensor:
+        """[length]"""
+        if self.table is None:
+            self.table = torch.arange(length).cos()
+        return self.table
+
+
+_tables = _Tables()
 _last: Tensor | None = None
 
 
@@ -73,6 +89,10 @@ def _in_dict_of_lists(model: "_Scaled", length: int) -> Tensor:
     return tables[0]
 
 
+def _in_object(model: "_Scaled", length: int) -> Tensor:
+    return _tables.of(length)
+
+
 def _in_global_variable(model: "_Scaled", length: int) -> Tensor:
     global _last
     if _last is None:
@@ -127,6 +147,7 @@ PLACES = {
     "an ordered dict": _in_ordered_dict,
     "a list": _in_list,
     "a dict of lists": _in_dict_of_lists,
+    "an object": _in_object,
     "a global variable": _in_global_variable,
     "a class": _in_attribute_of_class,
     "a dict of a class": _in_dict_of_class,

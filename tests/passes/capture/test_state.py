@@ -147,3 +147,33 @@ def test_attributes_are_as_before(function: Callable[[_Given, Tensor], Tensor]) 
     assert model.inner._buffers == {"cosine": None}
     assert not model.inner._forward_hooks
     assert not model.inner._forward_pre_hooks
+
+
+class _Table:
+    """An object that computes a table once."""
+
+    def __init__(self) -> None:
+        self.values: Tensor | None = None
+        self.by_length: dict[int, Tensor] = {}
+
+    def of(self, length: int) -> Tensor:
+        """[length]"""
+        if self.values is None:
+            self.values = self.by_length[length] = torch.arange(length).cos()
+        return self.values
+
+
+@pytest.mark.parametrize("place", ["attribute", "list", "tuple", "dict", "object"])
+def test_objects_that_modules_hold_are_as_before(place: str) -> None:
+    """Wherever an object of the model's own classes is: it holds nothing of the trace, which has its table, too."""
+    table = _Table()
+    holding = _Table()
+    holding.table = table
+    places = {"attribute": table, "list": [1, table], "tuple": (table,), "dict": {"a": table}, "object": holding}
+    model = _Given(lambda _, x: x * table.of(6))
+    model.inner.held = places[place]
+    for _ in range(2):
+        program = captured(model, x=X)
+        assert any(op.kind == "cos" for op in program.ops)
+        assert table.values is None
+        assert not table.by_length
