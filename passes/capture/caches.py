@@ -1,7 +1,7 @@
 """Caches that the code of a model keeps outside of its modules: a trace leaves none of its tensors in them.
 
-Models keep tables in `functools.lru_cache`, in global variables, in attributes of classes, and in dicts there. A tensor
-of the trace in one would be read by the next call of the model.
+Models keep tables in `functools.lru_cache`, in global variables, in attributes of classes, and in dicts, lists and
+objects there. A tensor of the trace in one would be read by the next call of the model.
 """
 
 import functools
