@@ -8,10 +8,10 @@ import functools
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import is_
-from types import ModuleType
-from typing import Protocol, TypeGuard, TypeVar, cast
+from types import CellType, FunctionType, ModuleType
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 from torch import nn
 
@@ -22,6 +22,8 @@ from passes.capture.source import is_foreign
 _CACHED = type(functools.cache(len))
 # Subclasses may compute their items when they are asked for them.
 _DICTS = (dict, OrderedDict, defaultdict)
+# Values that are looked into, besides objects.
+_SEARCHED = (*_DICTS, list, FunctionType, staticmethod, classmethod)
 
 T = TypeVar("T")
 
@@ -49,8 +51,8 @@ def caches_kept(module: nn.Module) -> Iterator[None]:
     before = {id(owner): (owner, dict(vars(owner))) for owner in _owners(module)}
     containers, functions = _Containers(packages_of(module)), list[_Cached]()
     for _, values in before.values():
-        containers.add(values.values())
         functions += _functions(values.values())
+    containers.add([value for _, values in before.values() for value in values.values()])
     misses = {function: function.cache_info().misses for function in functions}
     try:
         yield
@@ -72,27 +74,53 @@ def caches_kept(module: nn.Module) -> Iterator[None]:
 
 
 class _Containers:
-    """Dicts, lists and the attributes of objects of some packages' classes, and those in them, each with a copy."""
+    """Dicts, lists, the attributes of objects of some packages' classes, the variables and defaults of these packages'
+    functions, and those in them, each with a copy."""
 
     def __init__(self, packages: Set[str]) -> None:
         self._packages = packages
         self._dicts: dict[int, tuple[dict[object, object], dict[object, object]]] = {}
         self._lists: dict[int, tuple[list[object], list[object]]] = {}
+        self._cells: dict[int, tuple[CellType, object]] = {}
 
     def add(self, values: Collection[object]) -> None:
         """Add those among some values."""
-        waiting = [values]
+        waiting = list(values)
         while waiting:
-            each = waiting.pop()
             # Of tens of thousands of values few are: their types are compared first.
-            types = {kind for kind in set(map(type, each)) if kind is list or kind in _DICTS or self._is_own(kind)}
-            for value in [value for value in each if type(value) in types] if types else ():
-                items = value if isinstance(value, list) or is_dict(value) else cast(dict[object, object], vars(value))
-                if isinstance(items, list):
-                    self._lists[id(items)] = items, list(items)
-                elif id(items) not in self._dicts:
-                    self._dicts[id(items)] = items, dict(items)
-                    waiting.append(items.values())
+            types = {kind for kind in set(map(type, waiting)) if kind in _SEARCHED or self._is_own(kind)}
+            found, waiting = [value for value in waiting if type(value) in types], []
+            for value in found:
+                if isinstance(value, list):
+                    self._lists[id(value)] = value, list(value)
+                elif isinstance(value, FunctionType):
+                    waiting += self._of_function(value)
+                elif isinstance(value, staticmethod | classmethod):
+                    waiting.append(value.__func__)
+                else:
+                    waiting += self._of_dict(value if is_dict(value) else vars(value))
+
+    def _of_dict(self, items: dict[Any, object]) -> Collection[object]:
+        """Add a dict; its values, if it is new."""
+        if id(items) in self._dicts:
+            return ()
+        self._dicts[id(items)] = items, dict(items)
+        return items.values()
+
+    def _of_function(self, function: FunctionType) -> list[object]:
+        """Add the variables of a function from the packages; their values and the function's defaults."""
+        closure, defaults, named = function.__closure__, function.__defaults__, function.__kwdefaults__
+        is_plain = closure is None and defaults is None and named is None
+        if is_plain or function.__module__.partition(".")[0] not in self._packages:
+            return []
+        found = [*(defaults or ()), *(named or {}).values()]
+        for cell in closure or ():
+            if id(cell) not in self._cells:
+                # An empty one has no contents.
+                with suppress(ValueError):
+                    self._cells[id(cell)] = cell, cell.cell_contents
+                    found.append(cell.cell_contents)
+        return found
 
     def _is_own(self, kind: type) -> bool:
         """Whether it is a class of the packages whose objects may keep something."""
@@ -101,6 +129,9 @@ class _Containers:
 
     def restore(self) -> None:
         """Give them what they had in place of fake tensors."""
+        for cell, content in self._cells.values():
+            if _has_fakes(cell.cell_contents):
+                cell.cell_contents = content
         for items, earlier in self._lists.values():
             if _is_changed(items, earlier) and _has_fakes(items):
                 items[:] = earlier

@@ -2,6 +2,7 @@
 
 import functools
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -93,6 +94,53 @@ def _in_object(model: "_Scaled", length: int) -> Tensor:
     return _tables.of(length)
 
 
+def _remembered(function: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """A function that keeps its results, as models decorate theirs."""
+    results: dict[int, Tensor] = {}
+
+    @functools.wraps(function)
+    def remembering(length: int) -> Tensor:
+        if length not in results:
+            results[length] = function(length)
+        return results[length]
+
+    return remembering
+
+
+@_remembered
+def _remembered_table(length: int) -> Tensor:
+    return torch.arange(length).cos()
+
+
+def _in_closure(model: "_Scaled", length: int) -> Tensor:
+    return _remembered_table(length)
+
+
+def _once(function: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """A function that keeps its first result."""
+    result: Tensor | None = None
+
+    def computing(length: int) -> Tensor:
+        nonlocal result
+        result = function(length) if result is None else result
+        return result
+
+    return computing
+
+
+_table_once = _once(lambda length: torch.arange(length).cos())
+
+
+def _in_variable_of_closure(model: "_Scaled", length: int) -> Tensor:
+    return _table_once(length)
+
+
+def _in_default(model: "_Scaled", length: int, tables: dict[int, Tensor] = {}) -> Tensor:  # noqa: B006 (the cache)
+    if length not in tables:
+        tables[length] = torch.arange(length).cos()
+    return tables[length]
+
+
 def _in_global_variable(model: "_Scaled", length: int) -> Tensor:
     global _last
     if _last is None:
@@ -148,6 +196,9 @@ PLACES = {
     "a list": _in_list,
     "a dict of lists": _in_dict_of_lists,
     "an object": _in_object,
+    "a closure": _in_closure,
+    "a variable of a closure": _in_variable_of_closure,
+    "a default": _in_default,
     "a global variable": _in_global_variable,
     "a class": _in_attribute_of_class,
     "a dict of a class": _in_dict_of_class,
