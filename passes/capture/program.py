@@ -13,7 +13,16 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec
 
 from passes import ops
-from passes._torch import HigherOrderOperator, OpOverload, ShapeEnv, operator_name, pytree, schema_of, storage_id
+from passes._torch import (
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    ShapeEnv,
+    operator_name,
+    pytree,
+    schema_of,
+    storage_id,
+)
 from passes.capture.exporting import Exported, refusal
 from passes.capture.functions import properties_of
 from passes.capture.source import line_of_node, lines_of_node
@@ -466,11 +475,25 @@ class _Placeholders:
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             constant = self.traced.program.constants[target]
             _refuse_trainable(self.module, constant, self.gradients)
+            self._refuse_traced(node, constant)
             self.known[node] = self._constant(f"{target} (constant)", constant)
         elif spec.kind == InputKind.USER_INPUT:
             self.known[node] = self._given(node, spec, *next(leaves))
         else:
             raise CaptureError(f"the model holds {spec.target!r}, an input of the kind {spec.kind.name}")
+
+    def _refuse_traced(self, node: torch.fx.Node, constant: torch.Tensor) -> None:
+        """Raise CaptureError for a tensor of another trace, which has no values, in a model that has some."""
+        owned = [*self.module.parameters(), *self.module.buffers()]
+        if isinstance(constant, FakeTensor) and not any(isinstance(tensor, FakeTensor) for tensor in owned):
+            line = next((line_of_node(user) for user in node.users), None)
+            raise refusal(
+                self.module,
+                line,
+                f"it computes with a tensor of shape {list(constant.shape)} that an earlier trace left where the model "
+                "keeps it for its next calls: compute it once, in the constructor, or hold it in a dict, a list or an "
+                "attribute of a module",
+            )
 
     def _constant(self, name: str, value: torch.Tensor) -> Ref:
         """A constant; equal ones are one, so that layers which make their own are alike."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from passes._torch import FakeTensor
+from passes.ir.errors import CaptureError
 from tests.passes.helpers import captured
 
 _TABLES: dict[int, Tensor] = {}
@@ -247,3 +248,26 @@ def test_other_entries_stay() -> None:
     assert _TABLES[3] is kept
     assert 5 not in _TABLES
     assert _squared.cache_info().currsize == 1
+
+
+def _with_attribute(length: int) -> Tensor:
+    if not hasattr(_with_attribute, "table"):
+        _with_attribute.table = torch.arange(length).cos()
+    return _with_attribute.table
+
+
+class _Elsewhere(nn.Module):
+    """Keeps a table where nobody looks for one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, length]."""
+        return x * _with_attribute(x.shape[1])
+
+
+def test_a_tensor_of_an_earlier_trace_is_refused() -> None:
+    captured(_Elsewhere(), x=torch.ones(2, 6))
+    with pytest.raises(
+        CaptureError, match=r"test_caches.py:\d+ .*: it computes with a tensor of shape \[6\] that an ear"
+    ):
+        captured(_Elsewhere(), x=torch.ones(2, 6))
+    del _with_attribute.table
