@@ -8,7 +8,7 @@ import functools
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from operator import is_
 from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol, TypeGuard, TypeVar
@@ -82,6 +82,7 @@ class _Containers:
         self._dicts: dict[int, tuple[dict[object, object], dict[object, object]]] = {}
         self._lists: dict[int, tuple[list[object], list[object]]] = {}
         self._cells: dict[int, tuple[CellType, object]] = {}
+        self._functions: dict[int, FunctionType] = {}
 
     def add(self, values: Collection[object]) -> None:
         """Add those among some values."""
@@ -111,26 +112,29 @@ class _Containers:
         """Add the variables of a function from the packages; their values and the function's defaults."""
         closure, defaults, named = function.__closure__, function.__defaults__, function.__kwdefaults__
         is_plain = closure is None and defaults is None and named is None
-        if is_plain or function.__module__.partition(".")[0] not in self._packages:
+        if is_plain or id(function) in self._functions or not self._is_from_packages(function):
             return []
+        self._functions[id(function)] = function
         found = [*(defaults or ()), *(named or {}).values()]
         for cell in closure or ():
             if id(cell) not in self._cells:
-                # An empty one has no contents.
-                with suppress(ValueError):
-                    self._cells[id(cell)] = cell, cell.cell_contents
-                    found.append(cell.cell_contents)
+                self._cells[id(cell)] = cell, _content(cell)
+                found.append(_content(cell))
         return found
 
     def _is_own(self, kind: type) -> bool:
         """Whether it is a class of the packages whose objects may keep something."""
-        is_own = kind.__module__.partition(".")[0] in self._packages and bool(kind.__dictoffset__)
+        is_own = bool(kind.__dictoffset__) and self._is_from_packages(kind)
         return is_own and not issubclass(kind, type | ModuleType | nn.Module)
+
+    def _is_from_packages(self, item: type | FunctionType) -> bool:
+        # What was made by `exec` may be from no module.
+        return str(item.__module__).partition(".")[0] in self._packages
 
     def restore(self) -> None:
         """Give them what they had in place of fake tensors."""
         for cell, content in self._cells.values():
-            if _has_fakes(cell.cell_contents):
+            if _has_fakes(_content(cell)):
                 cell.cell_contents = content
         for items, earlier in self._lists.values():
             if _is_changed(items, earlier) and _has_fakes(items):
@@ -142,6 +146,14 @@ class _Containers:
                         entries[key] = before[key]
                     else:
                         del entries[key]
+
+
+def _content(cell: CellType) -> object:
+    """The value of a variable of a closure; None before it has one."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def packages_of(module: nn.Module) -> set[str]:
