@@ -79,7 +79,7 @@ def _holders(module: nn.Module) -> Iterator[tuple[str, object]]:
             seen.add(id(holder))
             yield path, holder
             held = _held(f"{path}.", vars(holder))
-            waiting += [(name, item) for name, item in held if type(item).__module__.partition(".")[0] in packages]
+            waiting += [(name, item) for name, item in held if str(type(item).__module__).partition(".")[0] in packages]
 
 
 def _held(path: str, items: Mapping[str, object]) -> Iterator[tuple[str, object]]:
