@@ -65,14 +65,34 @@ def _compared(
 def test_equal_to_one_device(
     name: str, mesh: Mapping[str, int], backend: str, options: Mapping[str, object], config: Mapping[str, object]
 ) -> None:
-    """Outputs, loss and gradients; one graph serves all layers."""
+    """Outputs, loss and gradients; one graph serves all layers, and another those that are computed again, where the
+    comparison's modes are not entered."""
     ranks = 1
     for size in mesh.values():
         ranks *= size
     for errors, graphs, breaks in run_ranks(_compared, ranks, name, mesh, backend, options, config):
         assert max(errors.values()) < 1e-9, max(errors, key=lambda item: errors[item])
         assert sum(item.startswith("gradient of ") for item in errors) > 4
-        assert (graphs, breaks) == (1, 0)
+        assert (graphs, breaks) == (2 if options.get("recompute") == "full" else 1, 0)
+
+
+def _trained() -> tuple[int, int]:
+    """How many graphs were compiled for two steps with full recompute, and how often one broke off."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    compiling, torch.compile = torch.compile, partial(torch.compile, backend="aot_eager")
+    try:
+        module = autopar.parallelize(llama(), mesh, tokens(), cluster="ideal", compiled=True, recompute="full")
+        for _ in range(2):
+            module(**tokens()).loss.backward()
+    finally:
+        torch.compile = compiling
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.long
+def test_layers_that_are_computed_again_have_the_same_graph() -> None:
+    assert run_ranks(_trained, 2) == [(1, 0)] * 2
 
 
 def _plan(**options: object) -> autopar.Plan:
