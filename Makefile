@@ -14,7 +14,7 @@ demo: $(STAMP)
 demo-pipeline: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/pipeline.py
 
-# CI also runs the tests that take seconds each: make test TESTS="not slow". Those that take minutes are for the night.
+# The fast tests; CI also runs those that are marked long, by TESTS="not slow".
 TESTS ?= not slow and not long
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist worksteal --durations=15 -m "$(TESTS)"

@@ -13,7 +13,7 @@ from operator import is_
 from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol, TypeGuard, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from passes._torch import FakeTensor
 from passes.capture.source import is_foreign
@@ -24,6 +24,9 @@ _CACHED = type(functools.cache(len))
 _DICTS = (dict, OrderedDict, defaultdict)
 # Values that are looked into, besides objects.
 _SEARCHED = (*_DICTS, list, FunctionType, staticmethod, classmethod)
+
+# Objects with attributes that are not looked into.
+_NO_HOLDERS = (type, ModuleType, FunctionType, nn.Module, Tensor)
 
 T = TypeVar("T")
 
@@ -45,8 +48,8 @@ class _Cached(Protocol):
 @contextmanager
 def caches_kept(module: nn.Module) -> Iterator[None]:
     """Enter around a traced forward pass of `module`. Afterwards no fake tensor is in the caches of the packages that
-    its modules are from: functions whose caches were added to forget them all, and global variables, attributes of
-    classes, and the dicts, lists and objects in these have what they had in place of one."""
+    its modules are from: functions whose caches were added to forget them all; global variables, attributes of classes,
+    variables of closures, and the dicts, lists and objects in these have what they had in place of one."""
     # Each owner and each container is kept, so that its id stays its own.
     before = {id(owner): (owner, dict(vars(owner))) for owner in _owners(module)}
     containers, functions = _Containers(packages_of(module)), list[_Cached]()
@@ -62,7 +65,7 @@ def caches_kept(module: nn.Module) -> Iterator[None]:
             now = dict(vars(owner))
             if _is_changed(now.values(), values.values()):
                 functions += _functions(now.values())
-                for name in _fakes(now):
+                for name in _fakes(now, values):
                     if name in values:
                         setattr(owner, name, values[name])
                     else:
@@ -125,7 +128,7 @@ class _Containers:
     def _is_own(self, kind: type) -> bool:
         """Whether it is a class of the packages whose objects may keep something."""
         is_own = bool(kind.__dictoffset__) and self._is_from_packages(kind)
-        return is_own and not issubclass(kind, type | ModuleType | nn.Module)
+        return is_own and not issubclass(kind, _NO_HOLDERS)
 
     def _is_from_packages(self, item: type | FunctionType) -> bool:
         # What was made by `exec` may be from no module.
@@ -134,14 +137,15 @@ class _Containers:
     def restore(self) -> None:
         """Give them what they had in place of fake tensors."""
         for cell, content in self._cells.values():
-            if _has_fakes(_content(cell)):
+            now = _content(cell)
+            if now is not content and _has_fakes(now):
                 cell.cell_contents = content
         for items, earlier in self._lists.values():
             if _is_changed(items, earlier) and _has_fakes(items):
                 items[:] = earlier
         for entries, before in self._dicts.values():
             if _is_changed(entries.values(), before.values()):
-                for key in _fakes(entries):
+                for key in _fakes(entries, before):
                     if key in before:
                         entries[key] = before[key]
                     else:
@@ -206,11 +210,25 @@ def is_dict(value: object) -> TypeGuard[dict[object, object]]:
     return type(value) in _DICTS
 
 
-def _fakes(entries: Mapping[T, object]) -> list[T]:
-    """The keys of entries that are fake tensors or sequences with some."""
-    return [key for key, value in entries.items() if _has_fakes(value)]
+def _fakes(entries: Mapping[T, object], before: Mapping[T, object]) -> list[T]:
+    """The keys of entries that have another value than before, which holds a fake tensor."""
+    return [key for key, value in entries.items() if before.get(key) is not value and _has_fakes(value)]
 
 
 def _has_fakes(value: object) -> bool:
-    items = value if isinstance(value, tuple | list) else (value,)
-    return any(isinstance(item, FakeTensor) for item in items)
+    """Whether a value is a fake tensor, or holds one in sequences, dicts and objects."""
+    seen, waiting = set[int](), [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, FakeTensor):
+            return True
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, tuple | list):
+            waiting += item
+        elif is_dict(item):
+            waiting += item.values()
+        elif type(item).__dictoffset__ and not isinstance(item, _NO_HOLDERS):
+            waiting += [] if _is_foreign(str(type(item).__module__)) else vars(item).values()
+    return False

@@ -36,6 +36,7 @@ class _Tables:
 
 _tables = _Tables()
 _last: Tensor | None = None
+_made: dict[str, dict[int, Tensor]] | None = None
 
 
 @functools.lru_cache(maxsize=4)
@@ -151,6 +152,21 @@ def _in_default(model: "_Scaled", length: int, tables: dict[int, Tensor] = {}) -
     return tables[length]
 
 
+def _in_dict_that_is_made(model: "_Scaled", length: int) -> Tensor:
+    global _made
+    if _made is None:
+        _made = {"tables": {}}
+    if length not in _made["tables"]:
+        _made["tables"][length] = torch.arange(length).cos()
+    return _made["tables"][length]
+
+
+def _in_object_that_is_made(model: "_Scaled", length: int) -> Tensor:
+    if model.maker[0] is None:
+        model.maker[0] = _Tables()
+    return model.maker[0].of(length)
+
+
 def _in_global_variable(model: "_Scaled", length: int) -> Tensor:
     global _last
     if _last is None:
@@ -175,6 +191,7 @@ class _Scaled(nn.Module):
 
     tables: ClassVar[dict[int, Tensor]] = {}
     last: ClassVar[Tensor]
+    maker: ClassVar[list[_Tables | None]] = [None]
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -206,6 +223,8 @@ PLACES = {
     "a list": _in_list,
     "a dict of lists": _in_dict_of_lists,
     "an object": _in_object,
+    "a dict that is made": _in_dict_that_is_made,
+    "an object that is made": _in_object_that_is_made,
     "a closure": _in_closure,
     "a variable of a closure": _in_variable_of_closure,
     "a default": _in_default,
