@@ -9,30 +9,31 @@ seconds of one on n/p devices, of which the busiest rank has 1/p. For m >= p tha
 the same bytes and multiplications with results that are no larger; for m < p one micro-batch passes all stages.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
 from typing import NamedTuple
 
-import torch
-
 from passes.cost.cluster import Cluster
-from passes.cost.compute import Work, product_seconds
+from passes.cost.compute import Work
 from passes.cost.fusion import joined
 from passes.cost.hardware import Device
 from passes.cost.price import update_seconds, work_alone
+from passes.cost.splits import Kind, Product, full_rate_s, kinds_of, least_products
 from passes.cost.walk import Optimizer
 from passes.ir.folded import Folded
+from passes.ir.rule import Rule
 from passes.rules import find_rule
 
 
 @dataclass(frozen=True)
 class LeastWork:
-    """Lower bounds on the seconds of one pass of a program on the busiest of so many devices: of all ops forward and
-    backward, both of the longest op, and of each op in one copy of its region forward."""
+    """Lower bounds on the seconds of one pass of a program on the busiest of so many devices: of all ops forward,
+    backward, and besides these in `either` pass, all of the longest op, and of each op in one copy of its region
+    forward."""
 
     forward_s: float
     backward_s: float
+    either_s: float
     longest_s: float
     ops_s: Mapping[str, float]
 
@@ -44,6 +45,7 @@ def least_work(folded: Folded, cluster: Cluster, devices: int) -> LeastWork:
     return LeastWork(
         sum(count * least.forward_s for count, least in runs),
         sum(count * least.backward_s for count, least in runs),
+        sum(count * least.either_s for count, least in runs),
         max((sum(least) for _, least in runs), default=0.0),
         {key: least.forward_s for key, least in by_op.items()},
     )
@@ -75,11 +77,39 @@ def least_by_op(folded: Folded, cluster: Cluster, devices: int) -> dict[str, flo
 
 
 class _LeastSeconds(NamedTuple):
-    """Lower bounds on the seconds of an op, forward, backward, and in either pass."""
+    """Lower bounds on the seconds of an op, forward, backward, and besides these in either pass."""
 
     forward_s: float
     backward_s: float
     either_s: float = 0.0
+
+
+class _Products(NamedTuple):
+    """The products of an op in both passes, and the kinds of methods that split them, as `kinds_of` gives them without
+    the factors that split a part of the multiplications: the `parts` of both passes that each of these splits."""
+
+    forward: Sequence[Product]
+    backward: Sequence[Product]
+    kinds: Sequence[Kind] | None
+    parts: Sequence[tuple[float, float]] = ()
+
+    def least(self, phases: tuple[bool, bool], work: Work, device: Device, devices: int) -> float:
+        """A lower bound on their seconds in these of the two passes together.
+
+        A factor that splits a `part` of the multiplications into s leaves a rank s (1 - part + part / s) times as many
+        as others would, and at least 2 - part times.
+        """
+        passes = (self.forward, self.backward)
+        chosen = [each for products, is_asked in zip(passes, phases, strict=True) if is_asked for each in products]
+        least = least_products(chosen, self.kinds, work, device, devices)
+        for parts in self.parts:
+            flops = sum(
+                (2 - part) * sum(each.flops for each in products)
+                for products, part, is_asked in zip(passes, parts, phases, strict=True)
+                if is_asked
+            )
+            least = min(least, full_rate_s(flops, work, device) / devices)
+        return least
 
 
 def _least_phases(folded: Folded, cluster: Cluster, devices: int) -> dict[str, _LeastSeconds]:
@@ -90,6 +120,7 @@ def _least_phases(folded: Folded, cluster: Cluster, devices: int) -> dict[str, _
         own = fused.get(op.results[0]) if op.results else None
         work = work_alone(op, folded.types, folded.flowing, folded.program.rules, cluster, own)
         if work is not None:
+            rule = find_rule(op, folded.types, folded.program.rules)
             if op.kind == "scaled_dot_product_attention":
                 query, _, value = (folded.types[name].shape for name in op.operands[:3])
                 work = replace(work, width=(query[-1] + value[-1]) / 2)
@@ -97,45 +128,39 @@ def _least_phases(folded: Folded, cluster: Cluster, devices: int) -> dict[str, _
                 hidden, weight = (folded.types[name].shape for name in op.operands[:2])
                 found[op.key] = _least_loss(work, hidden[0] * weight[0], cluster.device, devices)
             else:
-                rule = find_rule(op, folded.types, folded.program.rules)
                 if rule is not None and rule.launched_for:
                     work = replace(work, kernels=(work.kernels[0] / devices, work.kernels[1] / devices))
-                found[op.key] = _least_seconds(work, cluster.device, devices)
+                slots = [slot for slot, name in enumerate(op.operands) if name in folded.flowing]
+                found[op.key] = _least_seconds(work, _products(work, slots, rule), cluster.device, devices)
     return found
+
+
+def _products(work: Work, slots: Sequence[int], rule: Rule | None) -> _Products:
+    """The products of an op whose gradients are those of the operands in these `slots`."""
+    forward = [Product(work.forward, work.elements, None)] if work.forward else []
+    gradients = zip(work.backward, work.gradients, slots, strict=True) if work.backward else ()
+    backward = [Product(flops, elements, slot) for flops, elements, slot in gradients if flops]
+    if rule is None or not forward:
+        return _Products(forward, backward, None)
+    return _Products(forward, backward, kinds_of(rule, rule.divided), tuple(rule.divided.values()))
 
 
 def _least_loss(work: Work, logits: int, device: Device, devices: int) -> _LeastSeconds:
     """Those of a linear layer with its loss, of so many `logits`: its gradients are computed in either pass."""
-    alone = _least_seconds(replace(work, elements=logits, backward=(), gradients=()), device, devices)
+    forward = Product(work.forward, logits, None)
+    alone = _least_seconds(replace(work, backward=()), _Products([forward], [], None), device, devices)
     gradients = zip(work.backward, work.gradients, strict=True)
-    either = sum(_multiplying(flops, elements, work, device, devices) for flops, elements in gradients if flops)
-    return alone._replace(either_s=either)
+    either = (Product(flops, elements, None) for flops, elements in gradients if flops)
+    return alone._replace(either_s=sum(least_products([each], None, work, device, devices) for each in either))
 
 
-def _least_seconds(work: Work, device: Device, devices: int) -> _LeastSeconds:
+def _least_seconds(work: Work, products: _Products, device: Device, devices: int) -> _LeastSeconds:
     """A lower bound on the seconds of an op, forward and backward, on the busiest of so many devices; `work` is that of
     one alone."""
-    backward = zip(work.backward, work.gradients, strict=True)
-    forward = [(work.forward, work.elements)]
-
-    def least(touched: float, products: Iterable[tuple[float, float]], kernels: float) -> float:
-        multiplied = sum(_multiplying(*product, work, device, devices) for product in products)
-        return kernels * device.launch + max(touched / devices / device.stream, multiplied)
-
-    return _LeastSeconds(
-        least(work.reads + work.writes, forward, work.kernels[0]), least(work.back, backward, work.kernels[1])
+    launched = [kernels * device.launch for kernels in work.kernels]
+    forward_s, backward_s, both_s = (
+        products.least(phases, work, device, devices) for phases in ((True, False), (False, True), (True, True))
     )
-
-
-def _multiplying(flops: float, elements: float, work: Work, device: Device, devices: int) -> float:
-    if not flops:
-        return 0.0
-    if work.width:
-        # Either a fused kernel, whose heads are at most as wide, or products in single precision.
-        single = work.dtype if work.dtype.itemsize >= torch.float32.itemsize else torch.float32
-        fused = (1 + device.softmax / work.width) / (device.attention * device.peak(work.dtype))
-        return flops / devices * min(fused, 1 / device.rate(single))
-    # Seconds of a product are convex in the elements of its result, of which a rank has from 1/devices to all.
-    best = sqrt(flops / devices * device.fill / (2 * device.depth)) if device.depth else elements
-    held = min(max(best, elements / devices), elements)
-    return product_seconds(flops / devices, held, work.dtype, device, work.unaligned, work.batched)
+    forward_s = launched[0] + max((work.reads + work.writes) / devices / device.stream, forward_s)
+    backward_s = launched[1] + max(work.back / devices / device.stream, backward_s)
+    return _LeastSeconds(forward_s, backward_s, max(0.0, sum(launched) + both_s - forward_s - backward_s))

@@ -90,8 +90,12 @@ def product_seconds(
 def attention_seconds(flops: float, elements: float, width: float, dtype: torch.dtype, device: Device) -> float:
     """Seconds of fused attention with heads of `width` for `flops`, with `elements` in its result."""
     rate = device.attention * device.peak(dtype)
-    fill = device.fill * min(1.0, width / _TILE)
-    return flops * (1 + device.softmax / width) * (1 + fill / elements) / rate
+    return flops * (1 + device.softmax / width) * (1 + attention_fill(width, device) / elements) / rate
+
+
+def attention_fill(width: float, device: Device) -> float:
+    """The idle part of the last wave of attention's tiles, as a number of additional elements in its result."""
+    return device.fill * min(1.0, width / _TILE)
 
 
 def _multiplying(flops: float, elements: float, work: Work, device: Device) -> float:

@@ -34,7 +34,8 @@ from passes.search.best_first import close, explore, under
 from passes.search.choosing import check_recompute, choose, searched, with_hint
 from passes.search.configurations import any_number
 from passes.search.found import Found, MemorySimulator, found_choice, lowered_choice
-from passes.search.pipelines import best_pipeline
+from passes.search.least_step import least_offered_s
+from passes.search.pipelines import best_pipeline, least_pipeline_s
 from passes.search.progress import Progress
 from passes.search.refinement import best_choice
 from passes.search.restrict import planned_methods, planned_solution, regathered, restricted
@@ -60,13 +61,25 @@ def search(program: Program, space: Space, simulate: MemorySimulator, clock: Clo
     if space.decisions.configuration is not None:
         return _decided(subproblems, space.decisions.configuration, simulate)
     if space.pipeline is None:
-        return _fitting(*choose(subproblems), simulate)
+        return _with_bound(_fitting(*choose(subproblems), simulate), subproblems)
     if space.pipeline.required:
         check_recompute(subproblems)
         found = best_pipeline(subproblems, space.pipeline, simulate)
         assert found is not None, "without a limit there is one, or an error"
-        return found
-    return _either(subproblems, space.pipeline, simulate)
+        return _with_bound(found, subproblems)
+    return _with_bound(_either(subproblems, space.pipeline, simulate), subproblems)
+
+
+def _with_bound(found: Found, subproblems: Subproblems) -> Found:
+    """The best choice with a lower bound on everything that the space of `subproblems` offers."""
+    pipeline = subproblems.space.pipeline
+    bound_s = found.bound_s if found.complete else found.seconds.total
+    with subproblems.clock("bound"):
+        if not found.complete and not (pipeline and pipeline.required):
+            bound_s = min(bound_s, least_offered_s(subproblems))
+        if pipeline is not None:
+            bound_s = least_pipeline_s(subproblems, pipeline, bound_s)
+    return replace(found, complete=found.complete and bound_s >= found.bound_s, bound_s=bound_s)
 
 
 def _either(subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySimulator) -> Found:
@@ -95,17 +108,9 @@ def _either(subproblems: Subproblems, asked: PipelineChoices, simulate: MemorySi
     if staged is not None:
         return replace(staged, single_s=None if single is None else step_s)
     if single is not None:
-        return _among_pipelines(single, subproblems)
+        return single
     assert refused is not None
     raise with_hint(alone, refused)
-
-
-def _among_pipelines(found: Found, subproblems: Subproblems) -> Found:
-    """A choice without a pipeline, with what is proven of it where pipelines are offered, too."""
-    if not found.complete:
-        return found
-    least_s = subproblems.least_step_s(subproblems.space.mesh.size)
-    return found if least_s >= found.bound_s else replace(found, complete=False, bound_s=least_s)
 
 
 def _fitting(subproblems: Subproblems, first: Choice, simulate: MemorySimulator) -> Found:

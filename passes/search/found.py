@@ -32,8 +32,9 @@ class Found:
     `micro` is None where the batch is not split, and `refused` says why it cannot be, if that was asked. `variables`
     and `memory` are those of each stage. `gap` is how much shorter the step could be at most, relative to it:
     `complete` says that this holds over everything that the space offers, not only over what was searched. `bound_s`
-    is a lower bound (seconds) on the step of everything that the space offers. Where a pipeline was chosen that was
-    not asked for, `single_s` is the step of the best choice without one; None if that does not fit.
+    is a lower bound (seconds) on the step of everything that the space offers, 0 before one was looked for. Where a
+    pipeline was chosen that was not asked for, `single_s` is the step of the best choice without one; None if that does
+    not fit.
     """
 
     micro: MicroBatches | None
@@ -112,8 +113,7 @@ def found_choice(
         is_one = ranks == 1 and bool(seconds.total)
         gap = max(0.0, (solution.seconds - bound) / seconds.total) if is_one else 0.0
         complete = ranks == 1 and covers_all(space, folded) and not subproblems.is_spent
-        devices = ranks * configuration.mesh.size
-        bound_s = (1 - gap) * seconds.total if complete else subproblems.least_step_s(devices)
+        bound_s = (1 - gap) * seconds.total if complete else 0.0
     refused = subproblems.programs.refused
     return Found(
         choice.program.micro,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from passes.clock import Clock
-from passes.cost.bound import least_step_s
 from passes.cost.memory import memory_use
 from passes.cost.redistributions import RedistributionCosts
 from passes.ir.choices import Problem, Solution
@@ -328,10 +327,6 @@ class Subproblems:
         """The subproblem of a problem with a part of the strategies, within the memory limit."""
         solver = self._solver(problem, self.limits(configuration), configuration)
         return Subproblem(program, solver, has_all_strategies=False)
-
-    def least_step_s(self, devices: int) -> float:
-        """A lower bound on the seconds of a step on so many devices, whatever the mesh and the configuration."""
-        return least_step_s(self.programs.given(1).folded, self.space.cluster, self.space.optimizer, devices)
 
     def begin(self, subproblem: Subproblem, cutoff: float) -> None:
         """Let the solver of a subproblem find its first bound on choices of less than `cutoff` seconds. The multipliers

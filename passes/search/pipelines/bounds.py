@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from passes.cost.bound import LeastWork, least_once_s, least_work
 from passes.cost.schedules import check_schedule
-from passes.ir.configuration import Configuration, Staging
-from passes.ir.levels import LevelItems, level_items
-from passes.rules.cheap import Cheap
-from passes.search.configurations import limited_configurations
-from passes.search.pipelines.cuts import LeastStep, least_step, simple_least_step
-from passes.search.pipelines.least_memory import LeastMemory
-from passes.search.recomputing import RecomputeBounds
+from passes.ir.configuration import Staging
+from passes.search.least_memory import LeastMemory
+from passes.search.least_step import by_levels, least_at_levels
+from passes.search.pipelines.cuts import ROUNDS, LeastStep, least_step, simple_least_step
 from passes.search.space import Space
 from passes.search.subproblems import Subproblems
+
+# Rounds of raising a bound that is thorough.
+_THOROUGH = 150
 
 
 class Narrowed(NamedTuple):
@@ -33,12 +33,17 @@ class Narrowed(NamedTuple):
 @dataclass
 class PipelineBounds:
     """Bounds on the pipelines over the program of `subproblems`, whose mesh is that of one stage. What was found is
-    kept: of one micro-batch by their number, of the whole batch by the ranks, and by pipeline and number."""
+    kept: of one micro-batch by their number, the same on all devices by ranks and number, and by pipeline and number.
+
+    Those that are `thorough` raise the bound for longer, and split the batch into no other numbers of micro-batches
+    than it was before.
+    """
 
     subproblems: Subproblems
     memory: LeastMemory
+    thorough: bool = False
     work: dict[int, LeastWork] = field(default_factory=dict)
-    whole: dict[int, LeastWork] = field(default_factory=dict)
+    whole: dict[tuple[int, int], LeastWork] = field(default_factory=dict)
     steps: dict[tuple[Staging, int], LeastStep] = field(default_factory=dict)
 
     def step_s(self, pipeline: Staging, count: int, limit_s: float) -> float:
@@ -47,24 +52,31 @@ class PipelineBounds:
 
         Raises MicroBatchError where the batch cannot be split so, PipelineError where the schedule does not suit.
         """
-        check_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages, count)
-        once_s = self._once_s(pipeline.ranks)
+        ranks, made = pipeline.ranks, self.subproblems.programs.made
+        check_schedule(pipeline.schedule, ranks, pipeline.stages, count)
+        once_s, bound = self._once_s(ranks), 0.0
+        if count >= ranks:
+            # They take at least as long as fewer and larger ones on all devices (`cost.bound`).
+            fewer = max((each for each in made if each * ranks <= count), default=1)
+            bound = self._bounded(pipeline, count, self._whole(ranks, fewer), fewer * ranks / count, limit_s - once_s)
+        if bound < limit_s - once_s and (count in made or not self.thorough or not bound):
+            work = self._work(count)
+            longest_s = count * work.longest_s
+            bound = max(bound, longest_s, self._bounded(pipeline, count, work, 1.0, limit_s - once_s))
+        return bound + once_s
+
+    def _bounded(self, pipeline: Staging, count: int, work: LeastWork, times: float, limit_s: float) -> float:
+        """A lower bound on the seconds of the schedule, where a micro-batch takes `times` this work in all stages."""
         simple = simple_least_step(pipeline.schedule, pipeline.ranks, pipeline.stages, count)
-        if count >= pipeline.ranks:
-            # All micro-batches take at least as long as the whole batch at once, on all devices (`cost.bound`).
-            whole = self._whole(pipeline.ranks)
-            bound = simple.of(whole.forward_s, whole.backward_s) * pipeline.ranks / count + once_s
-            if bound >= limit_s:
-                return bound
-        work = self._work(count)
-        bound = max(simple.of(work.forward_s, work.backward_s), count * work.longest_s) + once_s
+        bound = times * simple.of(work.forward_s, work.backward_s, work.either_s)
         if bound >= limit_s:
             return bound
-        return max(bound, self._least_step(pipeline, count).of(work.forward_s, work.backward_s) + once_s)
+        least = self._least_step(pipeline, count, work, limit_s / times)
+        return max(bound, times * least.of(work.forward_s, work.backward_s, work.either_s))
 
     def staged_s(self, pipeline: Staging, count: int, forward_s: float, backward_s: float) -> float:
         """A lower bound on the seconds of the schedule alone, where a micro-batch takes so many in all stages."""
-        return self._least_step(pipeline, count).of(forward_s, backward_s)
+        return self._least_step(pipeline, count, self._work(count)).of(forward_s, backward_s)
 
     def whole_s(self, pipelines: Iterable[Staging], count: int, limit_s: float) -> float:
         """The seconds that the program as a whole must take less than on the mesh of one stage, for one of `pipelines`
@@ -80,46 +92,30 @@ class PipelineBounds:
         more, or whose least bytes do not fit."""
         count = whole.micro_batches
         assert count is not None, "the number is given"
-        folded, least = self.subproblems.programs.given(count).folded, self._at_levels(count)
-        offered: dict[LevelItems, Configuration] = {}
-        for each in limited_configurations(whole, whole.mesh, count, folded):
-            # The first stage of ZeRO takes least memory.
-            offered.setdefault(level_items(each.recompute), each)
+        program = self.subproblems.programs.given(count)
+        least = least_at_levels(program, count, self._work(count))
+        offered = by_levels(whole, count, program.folded)
         fast = {levels: each for levels, each in offered.items() if least.of(each) < limit_s}
         over = {levels: self.memory.bytes(each) - whole.memory_limit for levels, each in fast.items()}
         fitting = {levels for levels, missing in over.items() if missing <= 0}
         space = replace(whole, refused=frozenset(offered.keys() - fitting)) if fitting else None
         return Narrowed(space, min((missing for missing in over.values() if missing > 0), default=0.0))
 
-    def _at_levels(self, count: int) -> RecomputeBounds:
-        """Bounds on the seconds of the program as a whole at each level of recompute. Ops that are cheap in some of
-        their local forms alone count in none."""
-        program, work = self.subproblems.programs.given(count), self._work(count)
-        regions, analysis = program.folded.regions, program.analysis
-        cheap = {key for key, how in analysis.cheap.items() if how is Cheap.ALWAYS}
-        again = {"full": work.ops_s.keys(), "ops": cheap | analysis.second, "selective": cheap}
-        added = {
-            (region.name, level): count
-            * region.count
-            * sum(work.ops_s.get(op.key, 0.0) for op in region.ops if op.key in keys)
-            for region in regions
-            for level, keys in again.items()
-        }
-        every_s = count * (work.forward_s + work.backward_s)
-        return RecomputeBounds(every_s, added, {region.name: region.count for region in regions})
-
     def _waiting_s(self, pipeline: Staging, count: int) -> float:
-        least, work, share = self._least_step(pipeline, count), self._work(count), count / pipeline.ranks
+        work, share = self._work(count), count / pipeline.ranks
+        least = self._least_step(pipeline, count, work)
         if min(least.forward, least.backward) < share:
             return 0.0
         return (least.forward - share) * work.forward_s + (least.backward - share) * work.backward_s
 
-    def _least_step(self, pipeline: Staging, count: int) -> LeastStep:
+    def _least_step(self, pipeline: Staging, count: int, work: LeastWork, enough_s: float = float("inf")) -> LeastStep:
+        """A bound that is near the best one for `work`, unless one of `enough_s` is found before."""
         if (pipeline, count) not in self.steps:
-            work = self._work(count)
-            part = work.forward_s / ((work.forward_s + work.backward_s) or 1.0)
+            seconds = work.forward_s + work.backward_s or 1.0
             sizes = pipeline.ranks, pipeline.stages, count
-            self.steps[pipeline, count] = least_step(pipeline.schedule, *sizes, part)
+            rounds = _THOROUGH if self.thorough else ROUNDS
+            part, enough = work.forward_s / seconds, enough_s / seconds
+            self.steps[pipeline, count] = least_step(pipeline.schedule, *sizes, part, enough, rounds)
         return self.steps[pipeline, count]
 
     def _work(self, count: int) -> LeastWork:
@@ -128,12 +124,12 @@ class PipelineBounds:
             self.work[count] = least_work(folded, space.cluster, space.mesh.size)
         return self.work[count]
 
-    def _whole(self, ranks: int) -> LeastWork:
-        """That of the whole batch on all devices."""
-        if ranks not in self.whole:
-            folded, space = self.subproblems.programs.given(1).folded, self.subproblems.space
-            self.whole[ranks] = least_work(folded, space.cluster, ranks * space.mesh.size)
-        return self.whole[ranks]
+    def _whole(self, ranks: int, count: int) -> LeastWork:
+        """That of one of `count` micro-batches on all devices."""
+        if (ranks, count) not in self.whole:
+            folded, space = self.subproblems.programs.given(count).folded, self.subproblems.space
+            self.whole[ranks, count] = least_work(folded, space.cluster, ranks * space.mesh.size)
+        return self.whole[ranks, count]
 
     def _once_s(self, ranks: int) -> float:
         """Seconds of a step for inputs and the optimizer, on the busiest rank of all devices."""

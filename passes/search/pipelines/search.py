@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from passes.cost.bound import least_step_s
 from passes.cost.cluster import GIB
 from passes.ir.choices import Strategy
 from passes.ir.configuration import Configuration, Staging
@@ -21,9 +22,9 @@ from passes.ir.mesh import Mesh
 from passes.search.choosing import searched
 from passes.search.configurations import micro_batch_counts
 from passes.search.found import Found, MemorySimulator
+from passes.search.least_memory import LeastMemory
 from passes.search.pipelines.bounds import PipelineBounds
 from passes.search.pipelines.cuts import NotBetterError
-from passes.search.pipelines.least_memory import LeastMemory
 from passes.search.pipelines.program import StagedProgram
 from passes.search.pipelines.staging import ZERO_BUBBLE, offered_pipelines, staged
 from passes.search.space import PipelineChoices, Space
@@ -55,7 +56,8 @@ def best_pipeline(
     Raises PipelineError where a required one cannot be cut so, InfeasibleError where it does not fit.
     """
     space = subproblems.space
-    if subproblems.least_step_s(asked.ranks * space.mesh.size) >= limit_s:
+    whole = subproblems.programs.given(1).folded
+    if least_step_s(whole, space.cluster, space.optimizer, asked.ranks * space.mesh.size) >= limit_s:
         return None
     unsuited: list[Exception] = []
     candidates = sorted(_candidates(subproblems, asked, limit_s, unsuited), key=lambda item: item.bound_s)
@@ -74,6 +76,24 @@ def best_pipeline(
     if limit_s < float("inf") or not asked.required:
         return None
     raise _refusal(search.errors or unsuited)
+
+
+def least_pipeline_s(subproblems: Subproblems, asked: PipelineChoices, limit_s: float) -> float:
+    """A lower bound on the steps of all pipelines that may be tried, or `limit_s` if that is less (seconds)."""
+    names = [asked.schedule, *(ZERO_BUBBLE if _may_have_less_bubble(subproblems, asked) else ())]
+    memory = LeastMemory(subproblems)
+    for ranks in _ranks(subproblems.space, asked):
+        bounds = PipelineBounds(_of_a_stage(subproblems, ranks, Effort()), memory, thorough=True)
+        for name in names:
+            # What takes longer than another one needs no better bound.
+            candidates = _of_ranks(bounds, replace(asked, ranks=ranks, schedule=name), limit_s, [])
+            limit_s = min((candidate.bound_s for candidate in candidates), default=limit_s)
+    return limit_s
+
+
+def _may_have_less_bubble(subproblems: Subproblems, asked: PipelineChoices) -> bool:
+    """Whether zero-bubble schedules are tried, too: torch cannot compile code that leaves gradients of weights."""
+    return asked.schedule is None and not subproblems.programs.program.compiled and subproblems.space.trains
 
 
 @dataclass(frozen=True)
@@ -125,30 +145,46 @@ def _candidates(
 ) -> Iterator[_Candidate]:
     """All pipelines that are tried and may take less than the limit, by ranks and micro-batches; `unsuited` takes the
     errors of others."""
-    space, memory, effort = subproblems.space, LeastMemory(subproblems), Effort()
-    sizes = [asked.ranks]
-    if space.any_shape:
-        sizes = [ranks for ranks in range(2, _MOST_RANKS + 1) if space.mesh.size % ranks == 0]
-        if not sizes:
-            error = f"{space.mesh.size} devices cannot be shared by stages of equally many: take another number"
-            unsuited.append(PipelineError(error))
+    memory, effort = LeastMemory(subproblems), Effort()
+    sizes = _ranks(subproblems.space, asked)
+    if not sizes:
+        error = f"{subproblems.space.mesh.size} devices cannot be shared by stages of equally many: take another number"
+        unsuited.append(PipelineError(error))
     for ranks in sizes:
-        own = replace(asked, ranks=ranks)
-        mesh = Mesh(space.mesh.names, (space.mesh.size // ranks,)) if space.any_shape else space.mesh
-        staged = replace(subproblems.over(replace(space, mesh=mesh)), memo=Memo(effort=effort))
-        bounds = PipelineBounds(staged, memory)
-        for count in _counts(staged, own):
-            if count == 1 and not asked.required:
-                # What cannot be split has no loss, or nothing to gain.
-                continue
-            try:
-                offered = list(offered_pipelines(own, count))
-            except PipelineError as error:
-                unsuited.append(error)
-                break
-            pipelines = _with_bounds(offered, count, bounds, limit_s, unsuited)
-            if pipelines:
-                yield _Candidate(staged, own, count, bounds, pipelines)
+        bounds = PipelineBounds(_of_a_stage(subproblems, ranks, effort), memory)
+        yield from _of_ranks(bounds, replace(asked, ranks=ranks), limit_s, unsuited)
+
+
+def _ranks(space: Space, asked: PipelineChoices) -> list[int]:
+    """The numbers of ranks that are tried."""
+    if not space.any_shape:
+        return [asked.ranks]
+    return [ranks for ranks in range(2, _MOST_RANKS + 1) if space.mesh.size % ranks == 0]
+
+
+def _of_a_stage(subproblems: Subproblems, ranks: int, effort: Effort) -> Subproblems:
+    """The subproblems on the devices of one stage."""
+    space = subproblems.space
+    mesh = Mesh(space.mesh.names, (space.mesh.size // ranks,)) if space.any_shape else space.mesh
+    return replace(subproblems.over(replace(space, mesh=mesh)), memo=Memo(effort=effort))
+
+
+def _of_ranks(
+    bounds: PipelineBounds, asked: PipelineChoices, limit_s: float, unsuited: list[Exception]
+) -> Iterator[_Candidate]:
+    """The pipelines over the ranks asked for that may take less than the limit, by micro-batches."""
+    for count in _counts(bounds.subproblems, asked):
+        if count == 1 and not asked.required:
+            # What cannot be split has no loss, or nothing to gain.
+            continue
+        try:
+            offered = list(offered_pipelines(asked, count))
+        except PipelineError as error:
+            unsuited.append(error)
+            break
+        pipelines = _with_bounds(offered, count, bounds, limit_s, unsuited)
+        if pipelines:
+            yield _Candidate(bounds.subproblems, asked, count, bounds, pipelines)
 
 
 def _with_bounds(
@@ -167,9 +203,8 @@ def _with_bounds(
 
 def _with_less_bubble(search: "_Search", best: _Candidate, found: Found) -> Iterator[_Candidate]:
     """The best candidate in zero-bubble schedules, where none is asked for and ranks wait. Only these few are tried, so
-    that planning takes little longer. torch cannot compile code that leaves gradients of weights."""
-    programs, space = best.subproblems.programs, best.subproblems.space
-    if best.asked.schedule is not None or programs.program.compiled or not space.trains:
+    that planning takes little longer."""
+    if not _may_have_less_bubble(best.subproblems, best.asked):
         return
     busy_s = sum(stage.before + best.count * stage.total + stage.after for stage in found.step.phases)
     if busy_s > (1 - _WAITING) * best.asked.ranks * found.seconds.total:

@@ -16,13 +16,14 @@ import numpy as np
 
 from passes.cost.schedules import StageSeconds, Timeline, held_together, simulate
 from passes.ir.arrays import Integers
-from passes.search.pipelines.cuts.continuous import LeastStep, least_step, simple_least_step
+from passes.search.pipelines.cuts.continuous import ROUNDS, LeastStep, least_step, simple_least_step
 from passes.search.pipelines.cuts.fitting import Fitting
 from passes.search.pipelines.cuts.means import best_mean
 from passes.search.pipelines.cuts.pieces import Boundary, Fits, Path, Pieces, Pipeline, Position, pieces_of
 from passes.search.pipelines.cuts.table import Sweep, Table, all_cuts
 
 __all__ = [
+    "ROUNDS",
     "Boundary",
     "Cuts",
     "Fits",

@@ -17,7 +17,8 @@ from passes.solve.integer_program import MixedIntegerModel
 
 # Pipelines with more actions get the bound of their formula, which is near where micro-batches are many.
 _ACTIONS = 6000
-_ROUNDS = 50
+# Rounds of raising the bound, where it is for leaving out what is slow.
+ROUNDS = 50
 # The bound is not raised further within this part of the step of the other side's stages.
 _NEAR = 2e-3
 
@@ -30,13 +31,23 @@ class LeastStep:
     forward: float
     backward: float
 
-    def of(self, forward_s: float, backward_s: float) -> float:
-        """The bound (seconds) for a program of so many seconds."""
-        return self.forward * forward_s + self.backward * backward_s
+    def of(self, forward_s: float, backward_s: float, either_s: float = 0.0) -> float:
+        """The bound (seconds) for a program of so many seconds, and of so many more in either pass."""
+        least = min(self.forward, self.backward)
+        return self.forward * forward_s + self.backward * backward_s + least * either_s
 
 
-def least_step(schedule: str, ranks: int, stages: int, micro_batches: int, forward_part: float) -> LeastStep:
-    """A lower bound on the step of all stages of a program, best for one whose forward pass is `forward_part` of it.
+def least_step(
+    schedule: str,
+    ranks: int,
+    stages: int,
+    micro_batches: int,
+    forward_part: float,
+    enough: float = float("inf"),
+    rounds: int = ROUNDS,
+) -> LeastStep:
+    """A lower bound on the step of all stages of a program, best for one whose forward pass is `forward_part` of it:
+    that after so many rounds, or the first that is `enough` seconds for a program of one second.
 
     Raises PipelineError where the schedule does not suit the sizes.
     """
@@ -47,11 +58,11 @@ def least_step(schedule: str, ranks: int, stages: int, micro_batches: int, forwa
     split = np.array([[forward_part], [1 - forward_part], [0.0]]) / stages
     seconds, paths, best = np.repeat(split, stages, axis=1), list[Path](), by_formula
     shortest, found_s = seconds, float("inf")
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         step_s, path = pipeline.longest(seconds, np.zeros((2, stages)))
         if step_s < found_s:
             shortest, found_s = seconds, step_s
-        if found_s <= best.of(*value) * (1 + _NEAR):
+        if found_s <= best.of(*value) * (1 + _NEAR) or best.of(*value) >= enough:
             break
         paths.append(path)
         found = _best_mean(np.array(paths), value)

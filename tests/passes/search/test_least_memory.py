@@ -15,8 +15,8 @@ from passes.ir.levels import level_items
 from passes.ir.mesh import Mesh
 from passes.normalize import normalize
 from passes.search.configurations import limited_configurations
+from passes.search.least_memory import LeastMemory
 from passes.search.pipelines.bounds import PipelineBounds
-from passes.search.pipelines.least_memory import LeastMemory
 from passes.search.subproblems import MicroBatchPrograms, Subproblems
 from passes.solve import solve
 from tests.architectures import ARCHITECTURES
