@@ -1,12 +1,15 @@
 """A lower bound on the step time on a number of devices, whatever the mesh, the layouts and the configuration.
 
-Every op is split evenly over all devices, and nothing is communicated. On a mesh of n devices the busiest rank has at
-least 1/n of an op's multiplications, and 1/n of each of its operands and results; a step of several micro-batches
-repeats the smaller kernels, and recompute adds to them. Parameters and inputs are split as well.
+Every op is split over all devices, and nothing is communicated. On a mesh of n devices the busiest rank has at least
+1/n of an op's multiplications, and 1/n of each of its operands and results; its products share one split of the op's
+factors (`splits`). Parameters and inputs are split as well. More micro-batches take no less time: they launch as many
+kernels more, and their products have smaller results, or sum over less.
 
-This holds for pipelines, too. Of n devices in p stages' ranks, n/p share each op: m micro-batches take m times the
-seconds of one on n/p devices, of which the busiest rank has 1/p. For m >= p that is m/p >= 1 times as many kernels, and
-the same bytes and multiplications with results that are no larger; for m < p one micro-batch passes all stages.
+This holds for pipelines, too: m micro-batches in p stages' ranks take at least as long as q <= m/p of them, of which
+q = 1 is the whole batch. Of n devices n/p share each op, so that the busiest rank has m/p times the seconds of one
+micro-batch on n/p devices, on average over stages. These launch m/p times as many kernels, and their products split as
+those of m/p micro-batches on n devices do that split the batch p times further: results that carry the batch are as
+large, and others sum over as much. For m < p one micro-batch passes all stages, which takes as long as q = 1 at least.
 """
 
 from collections.abc import Mapping, Sequence

@@ -20,7 +20,7 @@ import torch
 
 from passes.cost.compute import Work, attention_fill
 from passes.cost.hardware import Device
-from passes.ir.rule import Dims, Role, Rule
+from passes.ir.rule import Dims, Rule
 
 # Steps towards the least at most, and the part of the value within which a bound is near enough.
 _STEPS, _NEAR = 60, 1e-4
@@ -48,8 +48,11 @@ Kind = frozenset[int | None]
 
 
 def kinds_of(rule: Rule, left_out: Iterable[str] = ()) -> list[Kind] | None:
-    """The kinds of methods that an op offers, but for methods that split a factor that is `left_out`. None where some
-    split one result and not another: the elements of all together have no kind."""
+    """The kinds of methods that split the factors of an op, but for those that are `left_out`. None where some split
+    one result and not another: the elements of all together have no kind.
+
+    Factors that no method may split count, too: a pipeline splits the batch in time, whatever the op offers.
+    """
     found = dict.fromkeys(_kinds(rule, frozenset(left_out)))
     return None if None in found else [kind for kind in found if kind is not None]
 
@@ -58,8 +61,6 @@ def _kinds(rule: Rule, left_out: frozenset[str]) -> Iterator[Kind | None]:
     for name in (*rule.factors, *rule.joint):
         method = rule.method(name)
         if method is None or not left_out.isdisjoint(method.factors):
-            continue
-        if (method.role or rule.factors[method.factors[0]].role) is Role.WHOLE:
             continue
         results = {_carries(dims, method.factors) for dims in rule.results}
         operands = (slot for slot, dims in enumerate(rule.operands) if _carries(dims, method.factors))

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from passes.clock import Clock
+from passes.cost.bound import least_step_s
 from passes.cost.cluster import GIB
 from passes.cost.memory import memory_use
 from passes.ir.choices import Problem, Solution
@@ -197,11 +198,18 @@ def _decided(subproblems: Subproblems, configuration: Configuration, simulate: M
             chosen = _carried_over(subproblems, program, configuration)
         else:
             chosen = _replayed(subproblems, program, methods)
-        return found_choice(subproblems, lowered_choice(subproblems, program, *chosen), simulate)
+        found = found_choice(subproblems, lowered_choice(subproblems, program, *chosen), simulate)
+        return found if found.bound_s else replace(found, bound_s=_least_s(subproblems, configuration))
     except (ConstraintError, MeshError, MicroBatchError) as error:
         if methods is None:
             raise
         raise PlanMismatchError(f"the plan does not fit the model as it is traced now: {error}") from error
+
+
+def _least_s(subproblems: Subproblems, configuration: Configuration) -> float:
+    """A lower bound on the step on the devices of a configuration: that of computation alone."""
+    space, whole = subproblems.space, subproblems.programs.given(1).folded
+    return least_step_s(whole, space.cluster, space.optimizer, configuration.pipeline.ranks * configuration.mesh.size)
 
 
 def _with_decided_stripes(

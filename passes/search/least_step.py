@@ -2,8 +2,8 @@
 
 Whatever the mesh and the layouts, a step of m micro-batches computes at least m times what one of them takes on all
 devices without communication (`cost.bound`), and at each level of recompute what is computed again. Levels whose least
-bytes exceed the memory limit (`least_memory`) are not offered. More micro-batches never take less time of computation:
-they launch more kernels, and their products are smaller. So the least numbers decide.
+bytes exceed the memory limit (`least_memory`) cannot be chosen. More micro-batches never compute for less time, so that
+numbers are tried from one up, until their computation alone takes as long as the least step so far.
 """
 
 from bisect import bisect_left
@@ -51,7 +51,7 @@ def _least_of_some(
     configuration: Configuration, least: RecomputeBounds, limit_s: float, memory: LeastMemory, limit_bytes: float
 ) -> float:
     """A lower bound on the seconds with every number of copies that a configuration leaves open, or `limit_s` if that
-    is less. More copies that are recomputed fully take no less time and no more memory."""
+    is less. The search takes it for granted, too, that more copies which are recomputed fully need no more memory."""
     first, last = numbers(configuration)
     every = range(first, last + 1)
 

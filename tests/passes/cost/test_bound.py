@@ -11,6 +11,7 @@ from passes.cost.walk import Optimizer
 from passes.ir.configuration import Configuration
 from passes.ir.folded import Folded
 from passes.ir.mesh import Mesh
+from passes.micro_batches import Batch
 from passes.normalize import normalize
 from passes.regions import fold
 from passes.solve import solve
@@ -47,3 +48,23 @@ def test_one_device_computes_what_the_bound_says() -> None:
     problem = planning_problem(folded, constrain(folded.program, {}, mesh), Setting(mesh, known, STATES))
     best = solve(problem, known, Limits(float("inf"), STATES), Configuration(mesh)).seconds
     assert 0.8 * best < least_step_s(folded, known, Optimizer(STATES), 1) <= best
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_pipelines_compute_no_less_than_fewer_micro_batches(name: str) -> None:
+    """m micro-batches in the ranks of p stages, on average over these, against all numbers up to m/p on all devices; op
+    by op, and also where factors of an op may not be split."""
+    model, inputs = MODELS[name](), tokens(8)
+    program = normalize(capture(model, inputs, Tracing(True, True, tracing(model, inputs, "train"))))
+    known, devices, batch = CLUSTERS["h100"], 16, Batch(program)
+    counts = (1, 2, 4, 8)
+    programs = {count: fold(batch.cut(count).program if count > 1 else program) for count in counts}
+    for ranks, count in ((2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8)):
+        staged = least_by_op(programs[count], known, devices // ranks)
+        for fewer in (each for each in counts if each * ranks <= count):
+            together = least_by_op(programs[fewer], known, devices)
+            shared = [key for key in together if key in staged]
+            assert len(shared) > 0.9 * len(together)
+            for key in shared:
+                # Bounds are within 1e-4 of the least that they bound.
+                assert count / ranks * staged[key] >= fewer * together[key] * (1 - 2e-4), (key, ranks, count, fewer)

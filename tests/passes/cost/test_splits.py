@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from passes.cost.splits import Term, least_sum
+from passes.cost.splits import Term, kinds_of, least_sum
+from passes.ir.rule import Factor, Part, Role, Rule
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -36,3 +37,12 @@ def test_one_device_splits_nothing() -> None:
     assert least_sum(terms, 1, 1) == 3.0
     assert least_sum(terms, 0, 64) == 3.0
     assert least_sum(terms, 1, 4) == pytest.approx(1.5)
+
+
+def test_factors_that_no_method_splits_count() -> None:
+    """A pipeline may split the batch where a method may not."""
+    batch, out = (Part("batch", 8),), (Part("out", 4),)
+    factors = {"batch": Factor(8, Role.WHOLE), "out": Factor(4)}
+    rule = Rule(factors, operands=((batch,), (out,)), results=((batch, out),))
+    assert kinds_of(rule) == [frozenset({None, 0}), frozenset({None, 1})]
+    assert kinds_of(rule, ["out"]) == [frozenset({None, 0})]
