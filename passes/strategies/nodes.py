@@ -172,7 +172,7 @@ def _in_mesh_order(layout: Layout, mesh: Mesh) -> Layout:
     found = []
     for placement, size in zip(layout, mesh.sizes, strict=True):
         before = taken.get(placement, 1)
-        found.append(placement._replace(major=placement.major * before) if placement.kind == "S" else placement)
+        found.append(S(placement.dim, placement.major * before) if placement.kind == "S" else placement)
         taken[placement] = before * size
     return tuple(found)
 
