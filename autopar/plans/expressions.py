@@ -70,17 +70,15 @@ def expressions(sizes: TracedSizes, info: ModelInfo, request: Request, planned: 
         {name: size_of(size, sympy.Symbol(name)) if size > 1 else size for name, size in request.mesh.by_name.items()}
     )
     problem, solution = problem_on(mesh)
-    model, live = chosen_memory(problem, solution)
-    memory = largest_sum(model.fractions.of([item.range for item in live]), [item.size for item in live])
+    on_numbers = problem_on(request.mesh)
+    memory = _memory(problem, solution)
+    _require_equal("memory", memory, _memory(*on_numbers))
     # How groups lie in nodes has no formula.
     in_one_node = request.mesh.size <= request.cluster.node_size
-    timed, chosen = (problem, solution) if in_one_node else problem_on(request.mesh)
+    timed, chosen = (problem, solution) if in_one_node else on_numbers
     stage = only_stage(lower(folded, timed, chosen, space.casts, space.cluster, Clock()).stages)
     seconds = walk(stage, folded, space.cluster, space.optimizer, chosen.configuration).total
-    value = float(seconds.value if isinstance(seconds, Figure) else seconds)
-    expected = sum(planned.record.seconds.values())
-    if not isclose(value, expected, rel_tol=_TOLERANCE):
-        raise ExpressionError(f"the step time of the plan is {expected}, but its formula gives {value}: report this")
+    _require_equal("step time", seconds, sum(planned.record.seconds.values()))
     varying.update((name, size) for name, size in request.mesh.by_name.items() if size > 1)
     step = _batch_step(folded, problem, solution, mesh, varying)
     return Expressions(write_formula(formula(memory)), write_formula(formula(seconds)), varying, step)
@@ -163,6 +161,19 @@ def _planned_problem(
     if isinstance(solution, str):
         raise ExpressionError(f"costs have no formulas: what was decided for {solution!r} depends on the sizes")
     return problem, solution
+
+
+def _memory(problem: Problem, solution: Solution) -> float:
+    """The bytes per device of a solution; a figure where sizes or the mesh are symbols."""
+    model, live = chosen_memory(problem, solution)
+    return largest_sum(model.fractions.of([item.range for item in live]), [item.size for item in live])
+
+
+def _require_equal(what: str, found: float, expected: float) -> None:
+    """Raise ExpressionError if a formula does not give the value of the plan at the planned sizes."""
+    value, planned = (float(one.value if isinstance(one, Figure) else one) for one in (found, expected))
+    if not isclose(value, planned, rel_tol=_TOLERANCE):
+        raise ExpressionError(f"the {what} of the plan is {planned}, but its formula gives {value}: report this")
 
 
 def _batch_step(folded: Folded, problem: Problem, solution: Solution, mesh: Mesh, sizes: Mapping[str, int]) -> int:
