@@ -22,7 +22,7 @@ from autopar.models.losses import joined_loss
 from autopar.models.supported import refuse_unsupported
 from autopar.options import Precision
 from autopar.request import Request
-from autopar.runtime import named_arguments
+from autopar.runtime import named_arguments, require_strided
 from passes.capture import CPU, Tracing, capture, capture_symbolic
 from passes.clock import Clock
 from passes.ir.errors import CaptureError, ExpressionError, InputError, PlanMismatchError
@@ -85,6 +85,9 @@ def read_model(model: nn.Module, example_inputs: ExampleInputs | None, request: 
         }
     else:
         inputs = made_inputs(model, request.objective, request.mesh.size)
+    for name, leaf in input_leaves(inputs):
+        if isinstance(leaf, torch.Tensor):
+            require_strided(name, leaf)
     missing = [name for name in required if inputs.get(name) is None]
     if missing and request.objective == "train":
         raise InputError(f"the loss needs {', '.join(missing)}: add it to example_inputs")

@@ -1,7 +1,7 @@
 """The library that generated code calls, and the distributed module that runs generated code."""
 
 import passes.ops  # noqa: F401  (operators that capture writes into programs)
-from autopar.runtime.calls.inputs import named_arguments
+from autopar.runtime.calls.inputs import named_arguments, require_strided
 from autopar.runtime.generated.attention import blockwise_attention
 from autopar.runtime.generated.bases import (
     Container,
@@ -67,6 +67,7 @@ __all__ = [
     "named_arguments",
     "recomputed",
     "reduce_scatter",
+    "require_strided",
     "ring_attention",
     "split_batch_norm",
     "split_cumsum",

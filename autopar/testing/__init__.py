@@ -54,8 +54,13 @@ __all__ = [
 _FLOAT32_TOLERANCE = 1e-4
 
 
+# Functions whose tensors have the default dtype if none is given.
+_OF_DEFAULT_DTYPE = frozenset({torch.zeros, torch.ones, torch.empty, torch.eye})
+
+
 class LiftFloat32(TorchFunctionMode):
-    """Mode that turns casts to float32 into casts to `dtype`, so that all of a model is computed equally exactly."""
+    """Mode that turns casts to float32 into casts to `dtype`, and makes tensors of `dtype` that would be float32 by
+    default, so that all of a model is computed equally exactly."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -74,6 +79,8 @@ class LiftFloat32(TorchFunctionMode):
             return function(*args, **given)
         if function is torch.Tensor.float:
             function, args = torch.Tensor.to, (args[0], self.dtype)
+        if function in _OF_DEFAULT_DTYPE and given.get("dtype") is None and given.get("out") is None:
+            given["dtype"] = torch.get_default_dtype()
         lifted = tuple(self._lift(item) for item in args)
         return function(*lifted, **{name: self._lift(item) for name, item in given.items()})
 

@@ -201,17 +201,26 @@ def _out_of_place(rewriter: Rewriter, op: Op) -> Ref:
     return rewriter.write(op, target, type, **{schema[0].name: first[1]}, **dict(rest))
 
 
+# The options of ops that make a tensor from numbers.
+_OF_NEW = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+
 def _into_new(rewriter: Rewriter, op: Op, type: TensorType) -> Ref:
-    """Write what an op with `out=` computes as a new tensor."""
+    """Write what an op with `out=` computes as a new tensor, of the dtype of the given one."""
     own = schema_of(op.overload).arguments
     given = {item.name: str(item.type) for item in own if item.alias_info is None or not item.alias_info.is_write}
     namespace, name, _ = op.target.split(".")
     packet = getattr(getattr(torch.ops, namespace), name)
     for overload in packet.overloads():
         target = f"{namespace}.{name}.{overload}"
-        others = schema_of(find_overload(target)).arguments
-        if {item.name: str(item.type) for item in others} == given and len(own) > len(others):
-            return rewriter.write(op, target, type, **{name: op.arguments[name] for name in given})
+        schema = schema_of(find_overload(target)).arguments
+        others = {item.name: str(item.type) for item in schema if item.name not in _OF_NEW}
+        if others == given and not any(item.alias_info is not None for item in schema):
+            # One that makes a tensor from numbers is told its dtype and device, which `out` has otherwise.
+            arguments = {name: op.arguments[name] for name in given}
+            if len(schema) > len(others):
+                arguments |= {"dtype": type.dtype, "device": torch.device("cpu")}
+            return rewriter.write(op, target, type, **arguments)
     raise CaptureError(
         f"{op.kind} at {op.line} writes into memory that is given, and has no other form: leave out `out=`"
     )

@@ -59,6 +59,11 @@ def test_inputs_are_checked() -> None:
         read_model(with_loss(_Tied(), lambda output, target: (output - target).sum()), (torch.empty(2, 4),), request)
     with pytest.raises(autopar.MicroBatchError, match="a batch of 2 cannot be cut into 3 micro-batches"):
         read_model(_Tied(), {"x": torch.empty(2, 4)}, request)
+    with pytest.raises(autopar.InputError, match=r"x is a sparse_coo tensor: pass a dense one \(to_dense\)"):
+        read_model(_Tied(), {"x": torch.eye(4).to_sparse()}, request)
+    nested = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)], layout=torch.jagged)
+    with pytest.raises(autopar.InputError, match=r"x is a nested tensor: pass a padded one .* with a mask"):
+        read_model(_Tied(), {"x": nested}, request)
 
 
 class _Dropped(nn.Module):

@@ -1,4 +1,4 @@
-"""Models that are parallel already, without sizes, or no Python modules, are refused in one sentence."""
+"""Models that are parallel already, without sizes, sparse, or no Python modules, are refused in one sentence."""
 
 from collections.abc import Callable
 
@@ -35,6 +35,12 @@ def _with(part: nn.Module) -> nn.Module:
     return model
 
 
+def _with_sparse_mask() -> nn.Module:
+    model = Net()
+    model.register_buffer("mask", torch.eye(8).to_sparse())
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -48,6 +54,7 @@ def _with(part: nn.Module) -> nn.Module:
             lambda: torch.export.export(Net(), (X,)).module(),
             r"^the model was made by torch.export.*pass the module that was exported$",
         ),
+        (_with_sparse_mask, r"^'mask' is a sparse_coo tensor: hold a dense one$"),
         (lambda: _with(nn.LazyLinear(16)), r"^'up.weight' has no shape yet: call the model once"),
     ],
 )

@@ -306,6 +306,26 @@ def test_complex_parameters() -> None:
     assert found.errors["gradient of weight"] < 1e-12
 
 
+class Filling(nn.Module):
+    """Puts what a layer gives into zeros that nobody gave a dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, width]."""
+        filled = torch.zeros(x.shape[0], 2 * WIDTH)
+        filled[:, torch.arange(0, 2 * WIDTH, 2)] = self.inner(x).float()
+        return filled.square().mean()
+
+
+@pytest.mark.long
+def test_tensors_of_the_default_dtype() -> None:
+    """They are of the dtype in which the model is compared."""
+    assert_equivalent(Filling(), {"dp": 2, "tp": 2}, {"x": torch.randn(4, WIDTH)})
+
+
 def _checkpointed(reentrant: bool) -> float:
     model = llama().double()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})

@@ -513,6 +513,26 @@ def test_trainable_tensors_that_are_no_parameters_are_refused() -> None:
     capture(Hides(), {"x": torch.ones(2, 4)}, Tracing(False, False, contextlib.nullcontext()))
 
 
+class _Sparse(nn.Module):
+    """Multiplies a weight with a sparse tensor that it holds, or that it makes of its values."""
+
+    def __init__(self, holds: bool) -> None:
+        super().__init__()
+        self.weight, self.mask = nn.Parameter(torch.ones(6, 6)), torch.eye(6).to_sparse() if holds else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [rows, 6]."""
+        mask = x.new_ones(6, 6).tril().to_sparse() if self.mask is None else self.mask
+        return x @ torch.sparse.mm(mask, self.weight)
+
+
+@pytest.mark.parametrize(("holds", "message"), [(True, "computes with a sparse_coo"), (False, "makes a sparse_coo")])
+def test_sparse_tensors_are_refused(holds: bool, message: str) -> None:
+    """With the line."""
+    with pytest.raises(CaptureError, match=rf"cannot trace _Sparse at .*test_capture.py:\d+ .*: it {message} tensor"):
+        captured(_Sparse(holds), x=torch.ones(4, 6))
+
+
 def test_nothing_trains_without_gradients() -> None:
     """A program for inference has no trainable parameter, whatever the module's parameters are."""
     for gradients in (True, False):

@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from passes.ir.errors import CaptureError
+from passes.ir.program import TensorType
 from tests.passes.helpers import Apply, captured, normalized, op_lines, printed
 from tests.passes.normalize.running import run
 
@@ -131,6 +132,19 @@ def test_results_in_given_memory_are_new_tensors() -> None:
     assert not any("out" in op.target for op in program.ops)
     assert division.target == "aten.div.Tensor"
     assert [(update.buffer, update.value) for update in program.updates] == [("direction", division.results[0])]
+
+
+def test_tensors_made_of_numbers_in_given_memory_have_its_dtype() -> None:
+    """Also one that is not the default."""
+
+    def function(x: Tensor) -> Tensor:
+        same = torch.eye(4, 4, out=torch.empty(4, 4, dtype=torch.float64))
+        return same @ x.double() + torch.arange(0, 12, 2, out=torch.empty(6))
+
+    program = normalized(Apply(function), x=X)
+    made = {op.kind: program.types[op.results[0]] for op in program.ops if op.kind in ("eye", "arange")}
+    assert made == {"eye": TensorType((4, 4), torch.float64), "arange": TensorType((6,), torch.float32)}
+    assert not any("out" in op.target for op in program.ops)
 
 
 def test_several_results_in_given_memory_are_refused() -> None:
