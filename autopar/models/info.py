@@ -88,6 +88,8 @@ def read_model(model: nn.Module, example_inputs: ExampleInputs | None, request: 
     for name, leaf in input_leaves(inputs):
         if isinstance(leaf, torch.Tensor):
             require_strided(name, leaf)
+        elif hasattr(leaf, "__array__"):
+            raise InputError(f"{name} is of type {type(leaf).__name__}: pass a tensor (torch.as_tensor)")
     missing = [name for name in required if inputs.get(name) is None]
     if missing and request.objective == "train":
         raise InputError(f"the loss needs {', '.join(missing)}: add it to example_inputs")

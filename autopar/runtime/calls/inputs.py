@@ -71,6 +71,9 @@ def bound_call(
     inputs = {item.name: item for item in planned.inputs}
     _check_known(signature, arguments, leaves, planned)
     _check_left_out(signature, list(leaves), planned)
+    for name, value in arguments.items():
+        if name in inputs and name not in leaves:
+            raise InputError(f"{name} must be a tensor, got {type(value).__name__}")
     counting = tensors_among(planned.constants)
     values = {name: values_of(name, leaf, counting[name]) for name, leaf in leaves.items() if name in counting}
     tensors: dict[str, Tensor] = {}

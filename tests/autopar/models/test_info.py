@@ -61,6 +61,8 @@ def test_inputs_are_checked() -> None:
         read_model(_Tied(), {"x": torch.empty(2, 4)}, request)
     with pytest.raises(autopar.InputError, match=r"x is a sparse_coo tensor: pass a dense one \(to_dense\)"):
         read_model(_Tied(), {"x": torch.eye(4).to_sparse()}, request)
+    with pytest.raises(autopar.InputError, match=r"x is of type ndarray: pass a tensor \(torch.as_tensor\)"):
+        read_model(_Tied(), {"x": torch.empty(2, 4).numpy()}, request)
     nested = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)], layout=torch.jagged)
     with pytest.raises(autopar.InputError, match=r"x is a nested tensor: pass a padded one .* with a mask"):
         read_model(_Tied(), {"x": nested}, request)

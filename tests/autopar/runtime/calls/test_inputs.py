@@ -176,6 +176,7 @@ def _refused() -> dict[str, str]:
     refuse("planned, dtype on one", {**own, "x": own["x"].float()} if rank == 2 else own, None)
     refuse("sparse", {**own, "x": own["x"].to_sparse()})
     found["sparse call"] = said(lambda: dist_model(**{**batch(8), "x": batch(8)["x"].to_sparse()}))
+    found["list call"] = said(lambda: dist_model(**{**batch(8), "x": batch(8)["x"].tolist()}))
     refuse("planned, sizes", rows(batch(8), [4, 4], number) if rank < 2 else batch(2), None)
     with mock.patch("autopar.runtime.ranks.values.EVERY", 4):
         dist_model.from_local(rows(batch(8), [4, 4], number), axes=("dp",))
@@ -220,5 +221,6 @@ def test_rows_that_cannot_be() -> None:
     assert first["planned, dtype on one"].startswith("rank 2 of the mesh raised in from_local(): InputError: this rank")
     assert first["sparse"] == "this rank's part of x is a sparse_coo tensor: pass a dense one (to_dense)"
     assert first["sparse call"] == "x is a sparse_coo tensor: pass a dense one (to_dense)"
+    assert first["list call"] == "x must be a tensor, got list"
     assert first["planned, sizes"].startswith("ranks give from_local() what does not fit together: rank 2 of the mesh")
     assert "in from_local() 4 of this module" in first["values later"]
