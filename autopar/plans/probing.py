@@ -36,7 +36,7 @@ from passes.cost.liveness import (
     StorageRef,
     Task,
 )
-from passes.cost.liveness.graph import StorageOrigin, assumed_backward, assumed_forward, compacted
+from passes.cost.liveness.graph import assumed_backward, assumed_forward, compacted
 from passes.ir.layout import local_shape
 from passes.ir.lowered import Compute
 from passes.ir.mesh import Mesh
@@ -250,7 +250,7 @@ class _Run:
         made = {}
         for index, (wanted, flows) in enumerate(zip(self.task.operands, self.task.flows, strict=True)):
             tensor = _new(wanted, self.device)
-            self.places[storage_id(tensor)] = StorageRef(StorageOrigin.OPERAND, index)
+            self.places[storage_id(tensor)] = StorageRef("operand", index)
             made[f"x{index}"] = _Sink.apply(tensor.requires_grad_(), index, self) if flows else tensor  # type: ignore[no-untyped-call]
         return made
 
@@ -264,7 +264,7 @@ class _Run:
     def keep(self, tensor: Tensor) -> "_Saved":
         """Pack hook: the object that autograd saves instead of a tensor."""
         self.saved.append(self.places.get(storage_id(tensor)))
-        self.happen(EventKind.KEEP, len(self.saved) - 1)
+        self.happen("keep", len(self.saved) - 1)
         return _Saved(tensor.detach(), len(self.saved) - 1, self)
 
     def happen(self, what: EventKind, index: int, size: int = 0) -> None:
@@ -278,17 +278,15 @@ class _Run:
             return
         if self.reading is not None:
             # What is read lies where that does which autograd keeps, and dies when whoever reads lets go.
-            self.watch(storage, self.saved[self.reading], EventKind.DONE, self.reading)
+            self.watch(storage, self.saved[self.reading], "done", self.reading)
             return
         if self.expected is not None:
             place, self.expected = self.expected, None
         else:
-            place = StorageRef(StorageOrigin.OWN, self.allocated)
+            place = StorageRef("own", self.allocated)
             self.allocated += 1
-            self.happen(EventKind.ALLOCATE, place.index, storage.nbytes())
-        self.watch(
-            storage, place, EventKind.FREE if place.origin is StorageOrigin.OWN else EventKind.TAKEN, place.index
-        )
+            self.happen("allocate", place.index, storage.nbytes())
+        self.watch(storage, place, "free" if place.origin == "own" else "taken", place.index)
 
     def watch(self, storage: torch.UntypedStorage, place: StorageRef | None, last: EventKind, index: int) -> None:
         """Know a storage until it dies, which the event `last` of `index` records."""
@@ -314,14 +312,14 @@ class _Saved:
 
     def read(self) -> Tensor:
         """Unpack hook: return a copy of the tensor, so that its release by the backward pass is recorded."""
-        self.run.happen(EventKind.USE, self.index)
+        self.run.happen("use", self.index)
         self.run.reading = self.index
         given = _new(_form(self.tensor), self.tensor.device)
         self.run.reading = None
         return given
 
     def __del__(self) -> None:
-        self.run.happen(EventKind.RELEASE, self.index)
+        self.run.happen("release", self.index)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -366,7 +364,7 @@ class _Sink(torch.autograd.Function):
         index, run = ctx.about  # type: ignore[attr-defined]
         if gradient is not None:
             run.given[index] = OperandGradient(run.places[storage_id(gradient)], _form(gradient))
-            run.happen(EventKind.GIVE, index)
+            run.happen("give", index)
         return None, None, None
 
 
@@ -383,7 +381,7 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         index, wanted, run = ctx.about  # type: ignore[attr-defined]
-        run.expected = StorageRef(StorageOrigin.GRADIENT, index)
+        run.expected = StorageRef("gradient", index)
         return _new(wanted, run.device), None, None, None
 
 

@@ -196,10 +196,22 @@ class Phases:
         return self.forward + self.backward + self.weight
 
     def __add__(self, other: "Phases") -> "Phases":
-        return Phases(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+        return Phases(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weight + other.weight,
+            self.before + other.before,
+            self.after + other.after,
+        )
 
     def __mul__(self, times: float) -> "Phases":
-        return Phases(*(getattr(self, item.name) * times for item in fields(self)))
+        return Phases(
+            self.forward * times,
+            self.backward * times,
+            self.weight * times,
+            self.before * times,
+            self.after * times,
+        )
 
 
 def phases(

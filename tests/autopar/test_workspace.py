@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autopar.plans.probing import FakeProber
-from passes.cost.liveness.graph import Event, EventKind, Form, StorageOrigin, Task
+from passes.cost.liveness.graph import Event, Form, Task
 from passes.cost.workspace import REPEATED, TEMPORARIES, workspace
 from passes.ir.layout import local_shape
 from passes.rules.local_forms import LOCAL_FORMS
@@ -189,9 +189,9 @@ def _most(events: tuple[Event, ...], kept: dict[int, int]) -> int:
     there = dict(kept)
     most = 0
     for event in events:
-        if event.what is EventKind.ALLOCATE:
+        if event.what == "allocate":
             there[event.index] = event.bytes
-        elif event.what is EventKind.FREE:
+        elif event.what == "free":
             there.pop(event.index, None)
         most = max(most, sum(there.values()))
     return most
@@ -252,10 +252,10 @@ def test_workspace(name: str, dtype: torch.dtype, device: str) -> None:
     )
     task = Task(text, operands, context.flowing_operands)
     forward = prober.forward(task)
-    sizes = {event.index: event.bytes for event in forward.events if event.what is EventKind.ALLOCATE}
+    sizes = {event.index: event.bytes for event in forward.events if event.what == "allocate"}
     places = {place for place in forward.saved if place}
-    kept = {place.index: sizes[place.index] for place in places if place.origin is StorageOrigin.OWN}
-    read = sum(operands[place.index].bytes for place in places if place.origin is StorageOrigin.OPERAND)
+    kept = {place.index: sizes[place.index] for place in places if place.origin == "own"}
+    read = sum(operands[place.index].bytes for place in places if place.origin == "operand")
     given_to = tuple(result.form if result.flows else None for result in forward.results)
     backward = prober.backward(task, given_to)
     given = sum(item.form.bytes for item in backward.given.values())

@@ -9,7 +9,6 @@ from passes.cost.liveness.graph import (
     AutogradNode,
     Boundary,
     Edge,
-    EventKind,
     Form,
     Gradient,
     GraphNode,
@@ -18,7 +17,6 @@ from passes.cost.liveness.graph import (
     Prober,
     Skip,
     Storage,
-    StorageOrigin,
     StorageRef,
     Value,
     fetch,
@@ -102,27 +100,27 @@ def _run(node: AutogradNode, ledger: Ledger, prober: Prober, waiting: list[Stora
     lingering: dict[StorageRef, Storage] = {}
     ungiven = dict(profile.places)
     for event in profile.events:
-        if event.what is EventKind.ALLOCATE:
+        if event.what == "allocate":
             own[event.index] = Storage(ledger, event.bytes, TRANSIENT)
-        elif event.what is EventKind.FREE:
+        elif event.what == "free":
             own.pop(event.index, None)
-        elif event.what is EventKind.MOMENT:
+        elif event.what == "moment":
             ledger.pass_through(TRANSIENT, event.bytes)
-        elif event.what is EventKind.TAKEN:
+        elif event.what == "taken":
             node.gradients.pop(event.index, None)
-        elif event.what is EventKind.USE:
+        elif event.what == "use":
             saved = node.saved[event.index]
             if saved is not None and not isinstance(saved, Storage) and event.index not in read:
                 moment = ledger.moment
                 read[event.index] = fetch(saved, ledger, prober)
                 ledger.moment = moment
-            if node.factor is not None and places[event.index] == StorageRef(StorageOrigin.OPERAND, node.factor):
+            if node.factor is not None and places[event.index] == StorageRef("operand", node.factor):
                 waiting.append(saved if isinstance(saved, Storage) else read[event.index])
             del saved
-        elif event.what in (EventKind.DONE, EventKind.RELEASE):
+        elif event.what in ("done", "release"):
             # A recomputed tensor is held by its reader alone, which may release it before the node does.
             found = read.pop(event.index, None)
-            if event.what is EventKind.RELEASE:
+            if event.what == "release":
                 saved, node.saved[event.index] = node.saved[event.index], None
                 found = saved if isinstance(saved, Storage) else found
                 del saved
@@ -136,7 +134,7 @@ def _run(node: AutogradNode, ledger: Ledger, prober: Prober, waiting: list[Stora
             ungiven[given.place] -= 1
             if edge is not None:
                 moved = _give(edge, Gradient(_place(given.place, node, own, lingering), given.form), ledger)
-                if moved and given.place.origin is StorageOrigin.OWN and not ungiven[given.place]:
+                if moved and given.place.origin == "own" and not ungiven[given.place]:
                     del own[given.place.index]
     node.gradients.clear()
 
@@ -146,7 +144,7 @@ def _place(
 ) -> Storage:
     if place in lingering:
         return lingering[place]
-    return node.gradients[place.index].storage if place.origin is StorageOrigin.GRADIENT else own[place.index]
+    return node.gradients[place.index].storage if place.origin == "gradient" else own[place.index]
 
 
 def _give(edge: Edge, gradient: Gradient, ledger: Ledger) -> bool:

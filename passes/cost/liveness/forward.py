@@ -12,7 +12,6 @@ from passes.cost.liveness.graph import (
     AutogradNode,
     Copy,
     Event,
-    EventKind,
     ForwardProfile,
     Ledger,
     Noted,
@@ -390,7 +389,7 @@ class _SecondRun:
 
     def events(self, profile: ForwardProfile) -> Sequence[Event]:
         """The memory events of a statement; of the last statement only those until all tensors are saved."""
-        last = max((at for at, event in enumerate(profile.events) if event.what is EventKind.KEEP), default=None)
+        last = max((at for at, event in enumerate(profile.events) if event.what == "keep"), default=None)
         if self.left > 1 or last is None or all(place is None for place in profile.saved):
             return profile.events
         return profile.events[:last]

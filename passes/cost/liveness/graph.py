@@ -9,12 +9,11 @@ worst-case profile.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
 from functools import cached_property
 from itertools import groupby
 from math import prod
 from sys import getrefcount
-from typing import Protocol
+from typing import Literal, Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -67,12 +66,8 @@ class Form:
         return True
 
 
-class StorageOrigin(IntEnum):
-    """The origin of a storage."""
-
-    OWN = 0  # allocated by the statement
-    OPERAND = 1
-    GRADIENT = 2  # of a result, as it comes in
+# The origin of a storage: allocated by the statement, an operand's, or that of the gradient of a result.
+StorageOrigin = Literal["own", "operand", "gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +78,19 @@ class StorageRef:
     index: int
 
 
-class EventKind(Enum):
-    """Memory events of the forward or backward pass of a statement."""
-
-    ALLOCATE = "allocate"  # own storage
-    FREE = "free"  # own storage
-    MOMENT = "moment"  # own storages that are allocated and freed before the next event: at most so many bytes
-    TAKEN = "taken"  # the last read of the gradient of a result
-    KEEP = "keep"  # autograd saves a tensor
-    USE = "use"  # a saved tensor is read
-    DONE = "done"  # the reader of a saved tensor releases it
-    RELEASE = "release"  # autograd releases it
-    GIVE = "give"  # an operand's gradient is computed
+# Memory events of the forward or backward pass of a statement. They are texts because simulations compare many, and
+# Python 3.11 looks the members of an enum up slowly.
+EventKind = Literal[
+    "allocate",  # own storage
+    "free",  # own storage
+    "moment",  # own storages that are allocated and freed before the next event: at most so many bytes
+    "taken",  # the last read of the gradient of a result
+    "keep",  # autograd saves a tensor
+    "use",  # a saved tensor is read
+    "done",  # the reader of a saved tensor releases it
+    "release",  # autograd releases it
+    "give",  # an operand's gradient is computed
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,11 +494,11 @@ Edge = tuple[GraphNode | Leaf, int]
 def play(events: Sequence[Event], own: dict[int, Storage], ledger: Ledger, kind: str = TRANSIENT) -> None:
     """Run the allocations and frees of a list of events."""
     for event in events:
-        if event.what is EventKind.ALLOCATE:
+        if event.what == "allocate":
             own[event.index] = Storage(ledger, event.bytes, kind)
-        elif event.what is EventKind.FREE:
+        elif event.what == "free":
             own.pop(event.index, None)
-        elif event.what is EventKind.MOMENT:
+        elif event.what == "moment":
             ledger.pass_through(kind, event.bytes)
 
 
@@ -510,7 +506,7 @@ def compacted(events: Sequence[Event], unit: int) -> tuple[Event, ...]:
     """Events in fewer: storages that are allocated and freed with nothing but allocations and frees between count as
     the most bytes that they and those which stay take together, each a multiple of `unit`. So peaks are the same."""
     found: list[Event] = []
-    for of_memory, group in groupby(events, lambda event: event.what in (EventKind.ALLOCATE, EventKind.FREE)):
+    for of_memory, group in groupby(events, lambda event: event.what in ("allocate", "free")):
         run = list(group)
         found += _compacted_run(run, unit) if of_memory and len(run) > 1 else run
     return tuple(found)
@@ -521,7 +517,7 @@ def _compacted_run(run: Sequence[Event], unit: int) -> Iterator[Event]:
     live: dict[int, Event] = {}
     total = most = 0
     for event in run:
-        if event.what is EventKind.ALLOCATE:
+        if event.what == "allocate":
             live[event.index] = event
             total += -(-event.bytes // unit) * unit
             most = max(most, total)
@@ -530,18 +526,18 @@ def _compacted_run(run: Sequence[Event], unit: int) -> Iterator[Event]:
         else:
             # It was allocated earlier, and its bytes are not known here.
             if most > total:
-                yield Event(EventKind.MOMENT, 0, most)
+                yield Event("moment", 0, most)
             yield from live.values()
             yield event
             live, total, most = {}, 0, 0
     if most > total:
-        yield Event(EventKind.MOMENT, 0, most)
+        yield Event("moment", 0, most)
     yield from live.values()
 
 
 def place_of(place: StorageRef, own: Mapping[int, Storage], operands: Sequence[Storage | None]) -> Storage:
     """The storage of a reference in a forward profile."""
-    found = own[place.index] if place.origin is StorageOrigin.OWN else operands[place.index]
+    found = own[place.index] if place.origin == "own" else operands[place.index]
     assert found is not None
     return found
 
@@ -580,13 +576,13 @@ def settle(storages: Sequence[Storage]) -> None:
 
 def assumed_forward(task: Task, results: Sequence[Form]) -> ForwardProfile:
     """Every result is a new tensor, and autograd saves all operands and results."""
-    events = tuple(Event(EventKind.ALLOCATE, index, form.bytes) for index, form in enumerate(results))
+    events = tuple(Event("allocate", index, form.bytes) for index, form in enumerate(results))
     trained = any(task.flows)
     made = tuple(
-        ResultStorage(StorageRef(StorageOrigin.OWN, index), form, trained and form.dtype.is_floating_point)
+        ResultStorage(StorageRef("own", index), form, trained and form.dtype.is_floating_point)
         for index, form in enumerate(results)
     )
-    operands = tuple(StorageRef(StorageOrigin.OPERAND, index) for index in range(len(task.operands)))
+    operands = tuple(StorageRef("operand", index) for index in range(len(task.operands)))
     return ForwardProfile(events, made, (*operands, *(result.place for result in made)) if trained else ())
 
 
@@ -595,15 +591,15 @@ def assumed_backward(task: Task, gradients: Sequence[Form | None], forward: Forw
     count = len(gradients)
     saved = range(len(forward.saved))
     given = {
-        slot: OperandGradient(StorageRef(StorageOrigin.OWN, count + slot), Form.contiguous(form.shape, form.dtype))
+        slot: OperandGradient(StorageRef("own", count + slot), Form.contiguous(form.shape, form.dtype))
         for slot, (form, flows) in enumerate(zip(task.operands, task.flows, strict=True))
         if flows
     }
     events = (
-        *(Event(EventKind.USE, index) for index in saved),
-        *(Event(EventKind.ALLOCATE, item.place.index, item.form.bytes) for item in given.values()),
-        *(Event(EventKind.TAKEN, slot) for slot, form in enumerate(gradients) if form is not None),
-        *(Event(EventKind.RELEASE, index) for index in saved),
-        *(Event(EventKind.GIVE, slot) for slot in given),
+        *(Event("use", index) for index in saved),
+        *(Event("allocate", item.place.index, item.form.bytes) for item in given.values()),
+        *(Event("taken", slot) for slot, form in enumerate(gradients) if form is not None),
+        *(Event("release", index) for index in saved),
+        *(Event("give", slot) for slot in given),
     )
     return BackwardProfile(events, given)

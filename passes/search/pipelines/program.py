@@ -3,9 +3,11 @@ its positions, and the memory of stages."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property, partial
 from itertools import pairwise
+
+import numpy as np
 
 from passes.cost.cluster import GIB
 from passes.cost.liveness import StepPeaks
@@ -19,6 +21,7 @@ from passes.cost.schedules import (
 )
 from passes.cost.step import Phases, phases
 from passes.cost.walk import Prices, statement_seconds
+from passes.ir.arrays import Floats
 from passes.ir.configuration import Configuration, Staging
 from passes.ir.errors import InfeasibleError, PipelineError
 from passes.ir.levels import is_mixed, level_items, level_of, pure
@@ -26,7 +29,7 @@ from passes.ir.lowered import Loop, Lowered, Stage
 from passes.lower import finished, whole_code
 from passes.lower.loops import copy_pieces, part_of_copy
 from passes.lower.recompute import levels
-from passes.lower.stages import Crossing, Position, crossings, cut, positions
+from passes.lower.stages import Crossing, crossings, cut, positions
 from passes.search.found import MemorySimulator
 from passes.search.pipelines.bounds import PipelineBounds
 from passes.search.pipelines.cuts import Boundary, NotBetterError, best_cuts
@@ -61,7 +64,7 @@ class StagedProgram:
         self.whole = whole_code(self.folded, chosen.problem, choice.solution, space.casts)
         self.positions = positions(self.whole)
         self._memory: dict[Hashable, StageMemory] = {}
-        self._priced: dict[Hashable, list[Phases]] = {}
+        self._priced: dict[Hashable, Floats] = {}
         self._crossed: dict[int, list[Boundary]] = {}
         # What is asked for holds for the first copies of each stage.
         levels_asked = levels(choice.solution.configuration.recompute, space.recompute or {})
@@ -166,7 +169,7 @@ class StagedProgram:
         on average."""
         configuration = self.configured(pipeline)
         if not is_mixed(configuration.recompute):
-            return self._pieces(configuration)
+            return _phases(self._rows(configuration))
         count = len(self.positions)
         bounds = [count * stage // pipeline.stages for stage in range(pipeline.stages + 1)]
         return [piece for ends in pairwise(bounds) for piece in self.pieces_at(configuration, *ends)]
@@ -174,35 +177,48 @@ class StagedProgram:
     def pieces_at(self, configuration: Configuration, first: int, last: int) -> list[Phases]:
         """The seconds of each position of a stage, of which some of the copies of a region are recomputed fully: all
         copies have the mean of their seconds."""
+        return _phases(self._rows_at(configuration, first, last))
+
+    def stage_seconds(self, configuration: Configuration, first: int, last: int) -> Phases:
+        """The sum of `pieces_at`."""
+        return Phases(*self._rows_at(configuration, first, last).sum(axis=0).tolist())
+
+    def _rows_at(self, configuration: Configuration, first: int, last: int) -> Floats:
         full, rest = (
-            self._pieces(replace(configuration, recompute=pure(configuration.recompute, full=each)))[first:last]
+            self._rows(replace(configuration, recompute=pure(configuration.recompute, full=each)))[first:last]
             for each in (True, False)
         )
         loops = Counter(loop for loop, _ in self.copies_in(first, last))
-        found = []
-        for position, whole, other in zip(self.positions[first:last], full, rest, strict=True):
-            share = 0.0
-            if position.copy is not None:
-                level = level_of(configuration.recompute.get(self._region(position), "none"))
-                share = min(1.0, level.full / loops[position.last])
-            found.append(whole * share + other * (1 - share))
-        return found
+        levels = {region: level_of(text).full for region, text in configuration.recompute.items()}
+        shares = np.array(
+            [
+                0.0 if region is None else min(1.0, levels.get(region, 0) / loops[position.last])
+                for position, region in zip(self.positions[first:last], self._regions[first:last], strict=True)
+            ]
+        )[:, None]
+        rows: Floats = full * shares + rest * (1 - shares)
+        return rows
 
     def copies_in(self, first: int, last: int) -> dict[tuple[int, int], None]:
         """The copies of loops, and parts of them, among some positions, by the number of the loop."""
         own = ((item.last, item.copy) for item in self.positions[first:last])
         return dict.fromkeys((loop, copy) for loop, copy in own if copy is not None)
 
-    def _region(self, position: Position) -> str:
-        """The region that a position is a copy of, or a part of one."""
-        loops = (self.whole.body.statements[number] for number in range(position.first, position.last))
-        return next(item.region.name for item in loops if isinstance(item, Loop))
+    @cached_property
+    def _regions(self) -> list[str | None]:
+        """The region that each position is a copy of, or a part of one; None outside of regions."""
+        statements = self.whole.body.statements
+        owned = (statements[position.first : position.last] for position in self.positions)
+        return [
+            None if position.copy is None else next(item.region.name for item in own if isinstance(item, Loop))
+            for position, own in zip(self.positions, owned, strict=True)
+        ]
 
-    def _pieces(self, configuration: Configuration) -> list[Phases]:
-        """The seconds of each position, where all copies of a region have one level of recompute."""
+    def _rows(self, configuration: Configuration) -> Floats:
+        """The seconds of positions, where all copies of a region have one level of recompute [positions, phases]."""
         key = configuration.pipeline.splits, level_items(configuration.recompute)
         if key not in self._priced:
-            self._priced[key] = list(self._price(configuration))
+            self._priced[key] = np.array([astuple(piece) for piece in self._price(configuration)])
         return self._priced[key]
 
     def _price(self, configuration: Configuration) -> Iterator[Phases]:
@@ -280,6 +296,11 @@ class StagedProgram:
         with self.clock("memory"):
             (peaks,) = self.simulate(Lowered(self.folded.program, stages), variables, self.micro, configuration)
         return peaks
+
+
+def _phases(rows: Floats) -> list[Phases]:
+    """Seconds [positions, phases] by position."""
+    return [Phases(*row) for row in rows.tolist()]
 
 
 def held_in(pipeline: Staging, micro_batches: int) -> tuple[tuple[Held, ...], ...]:

@@ -69,8 +69,7 @@ class StageRecompute:
         key = level_items(levels)
         if key not in self._seconds:
             configuration = replace(self._configuration, recompute=levels)
-            pieces = self.program.pieces_at(configuration, self.first, self.last)
-            self._seconds[key] = sum(pieces, Phases())
+            self._seconds[key] = self.program.stage_seconds(configuration, self.first, self.last)
         return self._seconds[key]
 
     @cached_property

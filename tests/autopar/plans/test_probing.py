@@ -3,7 +3,7 @@
 import torch
 
 from autopar.plans.probing import FakeProber
-from passes.cost.liveness.graph import EventKind, Form, Task
+from passes.cost.liveness.graph import Form, Task
 from passes.ir.mesh import Mesh
 
 
@@ -16,11 +16,7 @@ def test_what_was_read_is_let_go_before_gradients_are_summed() -> None:
     saved = range(len(prober.forward(task).saved))
     events = prober.backward(task, (rows,)).events
     order = [(event.what, event.index) for event in events]
-    summed = next(
-        place for place, event in enumerate(events) if (event.what, event.bytes) == (EventKind.ALLOCATE, bias.bytes)
-    )
+    summed = next(place for place, event in enumerate(events) if (event.what, event.bytes) == ("allocate", bias.bytes))
     for index in saved:
-        read, done, release = (
-            order.index((what, index)) for what in (EventKind.USE, EventKind.DONE, EventKind.RELEASE)
-        )
+        read, done, release = (order.index((what, index)) for what in ("use", "done", "release"))
         assert read < done < summed < release

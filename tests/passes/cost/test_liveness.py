@@ -12,7 +12,6 @@ from passes.cost.liveness import (
     KINDS,
     BackwardProfile,
     Event,
-    EventKind,
     Form,
     ForwardProfile,
     MemoryPeak,
@@ -23,7 +22,7 @@ from passes.cost.liveness import (
     Task,
     forward,
 )
-from passes.cost.liveness.graph import ACTIVATIONS, GRADIENTS, TRANSIENT, Ledger, Noted, Storage, StorageOrigin, rerun
+from passes.cost.liveness.graph import ACTIVATIONS, GRADIENTS, TRANSIENT, Ledger, Noted, Storage, rerun
 from passes.cost.liveness.graph import Recomputable as MadeAgain
 from passes.cost.schedules import Held
 from passes.ir.plan import ProgramPlan
@@ -179,12 +178,12 @@ class Doubling:
         (operand,) = task.operands
         size = 2 * operand.bytes
         events = (
-            Event(EventKind.ALLOCATE, 0, size),
-            Event(EventKind.ALLOCATE, 1, size),
-            Event(EventKind.FREE, 0),
+            Event("allocate", 0, size),
+            Event("allocate", 1, size),
+            Event("free", 0),
         )
         form = Form.contiguous((2 * operand.shape[0],), operand.dtype)
-        return ForwardProfile(events, (ResultStorage(StorageRef(StorageOrigin.OWN, 1), form, False),), ())
+        return ForwardProfile(events, (ResultStorage(StorageRef("own", 1), form, False),), ())
 
     def backward(self, task: Task, gradients: tuple[Form | None, ...]) -> BackwardProfile:
         """Not asked for."""

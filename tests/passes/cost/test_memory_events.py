@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from passes.cost.liveness import Event, EventKind
+from passes.cost.liveness import Event
 from passes.cost.liveness.graph import ACTIVATIONS, TRANSIENT, Ledger, Storage, compacted, play
 
-BORDERS = (EventKind.KEEP, EventKind.TAKEN, EventKind.GIVE)
+BORDERS = ("keep", "taken", "give")
 
 
 def _random_events(generator: random.Random) -> list[Event]:
@@ -20,9 +20,9 @@ def _random_events(generator: random.Random) -> list[Event]:
             events.append(Event(generator.choice(BORDERS), 0))
         elif draw < 0.55 or not live:
             live.append(number)
-            events.append(Event(EventKind.ALLOCATE, number, generator.randrange(1, 2000)))
+            events.append(Event("allocate", number, generator.randrange(1, 2000)))
         else:
-            events.append(Event(EventKind.FREE, live.pop(generator.randrange(len(live)))))
+            events.append(Event("free", live.pop(generator.randrange(len(live)))))
     return events
 
 
@@ -51,11 +51,11 @@ def test_peaks_and_what_stays_are_the_same(unit: int) -> None:
 
 def test_runs_in_fewer_events() -> None:
     """Two at a time is the most; what stays is allocated afterwards; a border is kept."""
-    allocate, free = EventKind.ALLOCATE, EventKind.FREE
-    keep = Event(EventKind.KEEP, 0)
+    allocate, free = "allocate", "free"
+    keep = Event("keep", 0)
     events = [Event(allocate, 0, 10), Event(allocate, 1, 20), Event(free, 0), Event(allocate, 2, 5), keep]
     assert compacted(events, 1) == (
-        Event(EventKind.MOMENT, 0, 30),
+        Event("moment", 0, 30),
         Event(allocate, 1, 20),
         Event(allocate, 2, 5),
         keep,
