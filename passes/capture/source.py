@@ -99,8 +99,9 @@ def _transformers_folder() -> str | None:
 
 @cache
 def is_foreign(file: str) -> bool:
-    """Whether a file is torch's, ours or Python's, so that it is no part of a model."""
-    if file.startswith((TORCH, *_OURS, "<")):
+    """Whether a file is torch's, ours or Python's, so that it is no part of a model. That of `typing_extensions`, whose
+    decorators stand around functions of torch, counts as Python's."""
+    if file.startswith((TORCH, *_OURS, "<")) or os.path.basename(file) == "typing_extensions.py":
         return True
     return file.startswith(_PYTHON) and "site-packages" not in file
 

@@ -182,6 +182,10 @@ def is_readable(tensor: Tensor) -> bool:
     return active is not None and active.is_readable(tensor)
 
 
+# Namespaces of torch's collectives.
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+
+
 class Values(TorchDispatchMode):
     """Mode that propagates known values through operators.
 
@@ -217,9 +221,15 @@ class Values(TorchDispatchMode):
     ) -> object:
         """Call an operator, and compute the values of its results where those of its operands are known.
 
-        Raises UnrolledError where the model loops too often.
+        Raises UnrolledError where the model loops too often, and UntraceableError where it calls a collective.
         """
         self.loops.note(sys._getframe(1))
+        if isinstance(function, OpOverload) and function.namespace in _COLLECTIVES:
+            raise UntraceableError(
+                f"it communicates between ranks by itself ({operator_name(function).strip('_')}), but a distributed "
+                "module computes what one device does with the whole batch: leave it out",
+                line_of_frame(sys._getframe(1)),
+            )
         with without_function_modes():
             return self._call(function, args, kwargs or {})
 

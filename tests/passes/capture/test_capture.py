@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.utils.checkpoint import checkpoint
 
 from passes.capture import Tracing, capture, capture_symbolic
@@ -511,6 +513,42 @@ def test_trainable_tensors_that_are_no_parameters_are_refused() -> None:
     ):
         capture(Hides(), {"x": torch.ones(2, 4)}, Tracing(True, True, contextlib.nullcontext()))
     capture(Hides(), {"x": torch.ones(2, 4)}, Tracing(False, False, contextlib.nullcontext()))
+
+
+class _Communicating(nn.Module):
+    """Passes what a layer gives to a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [rows, 6]."""
+        y: Tensor = self.linear(x)
+        found = self.function(y)
+        return y if found is None else found
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda y: dist.all_reduce(y), "all_reduce"),
+        (lambda y: dist.all_gather_into_tensor(torch.empty_like(y), y), "all_gather_into_tensor"),
+        (lambda y: all_gather_tensor_autograd(y, 0, [0]), "all_gather_into_tensor"),
+        (lambda _: dist.barrier(), "barrier"),
+        (lambda y: dist.broadcast(y.detach(), 0), "broadcast"),
+    ],
+)
+def test_collectives_are_refused(function: Callable[[Tensor], Tensor | None], name: str) -> None:
+    """A distributed module computes with the whole batch: they would count it once for each rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(
+            CaptureError, match=rf"at .*test_capture.py:\d+ .*communicates between ranks by itself \({name}\)"
+        ):
+            captured(_Communicating(function), x=torch.ones(4, 6))
+    finally:
+        dist.destroy_process_group()
 
 
 class _Sparse(nn.Module):
