@@ -37,6 +37,7 @@ def test_names_are_those_of_the_runtime() -> None:
         "PlannedInput",
         "PlannedOutput",
         "named_arguments",
+        "require_strided",
     }
     assert set(autopar.runtime.__all__) - names == around
 
