@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from passes.ir.errors import UnsupportedError
-from passes.ir.leaves import other_storage
+from passes.ir.program import sparse_or_nested
 
 # By class, the predicate of a part of it, and what to do instead.
 _PARTS: tuple[tuple[type, str], ...] = (
@@ -47,7 +47,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
             yield f"{name!r} is a DTensor: pass the model as it is on one device, before it is distributed"
-        if (storage := other_storage(tensor)) is not None:
-            yield f"{name!r} is a {storage} tensor: hold a dense one"
+        if (layout := sparse_or_nested(tensor)) is not None:
+            yield f"{name!r} is a {layout} tensor: hold a dense one"
         if is_lazy(tensor):
             yield f"{name!r} has no shape yet: call the model once, so that its lazy modules know their sizes"

@@ -29,9 +29,20 @@ from passes.capture.source import line_of_node, lines_of_node
 from passes.ir.arguments import Argument, Ref, bound_arguments, freeze, references
 from passes.ir.errors import CaptureError
 from passes.ir.grouping import grouped
-from passes.ir.leaves import Inputs, given_name, input_leaves, other_storage
+from passes.ir.leaves import Inputs, given_name, input_leaves
 from passes.ir.log import logger
-from passes.ir.program import REPEATABLE, Buffer, Input, Op, Parameter, Program, StateChange, TensorType, has_gradient
+from passes.ir.program import (
+    REPEATABLE,
+    Buffer,
+    Input,
+    Op,
+    Parameter,
+    Program,
+    StateChange,
+    TensorType,
+    has_gradient,
+    sparse_or_nested,
+)
 from passes.ir.sizes import as_number
 
 _SymbolicNumber = torch.SymInt | torch.SymFloat | torch.SymBool
@@ -165,9 +176,9 @@ class GraphWriter:
         for item in (item for item in values if item is not None):
             if not isinstance(item, torch.Tensor):
                 raise self.refusal(node, f"{target} returns {item!r}, which is no tensor")
-            if (storage := other_storage(item)) is not None:
+            if (layout := sparse_or_nested(item)) is not None:
                 dense = "compute with a dense one, or take and add rows with index_select and index_add"
-                raise self.refusal(node, f"it makes a {storage} tensor ({dense})")
+                raise self.refusal(node, f"it makes a {layout} tensor ({dense})")
             results.append(self.name(schema_of(target).name.split("::")[1]))
             self.types[results[-1]] = self.type(item)
         if _copies(target, node):
@@ -479,9 +490,9 @@ class _Placeholders:
             constant = self.traced.program.constants[target]
             _refuse_trainable(self.module, constant, self.gradients)
             self._refuse_traced(node, constant)
-            if (storage := other_storage(constant)) is not None:
+            if (layout := sparse_or_nested(constant)) is not None:
                 line = next((line_of_node(user) for user in node.users), None)
-                raise refusal(self.module, line, f"it computes with a {storage} tensor (hold a dense one)")
+                raise refusal(self.module, line, f"it computes with a {layout} tensor (hold a dense one)")
             self.known[node] = self._constant(f"{target} (constant)", constant)
         elif spec.kind == InputKind.USER_INPUT:
             self.known[node] = self._given(node, spec, *next(leaves))

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-import torch
-
 from passes._torch import pytree
 
 Inputs = Mapping[str, object]
@@ -21,13 +19,6 @@ def map_leaves(inputs: Inputs, change: Callable[[str, object], object]) -> dict[
         lambda path, leaf: change(_path_name(path), leaf), dict(inputs)
     )
     return changed
-
-
-def other_storage(tensor: torch.Tensor) -> str | None:
-    """The storage of a tensor that is not strided: "nested", or its layout, such as "sparse_coo"."""
-    if tensor.is_nested:
-        return "nested"
-    return None if tensor.layout == torch.strided else str(tensor.layout).removeprefix("torch.")
 
 
 def given_name(name: str) -> str:

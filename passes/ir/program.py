@@ -22,6 +22,13 @@ from passes.ir.layout import Shape
 from passes.ir.rule import Rules
 
 
+def sparse_or_nested(tensor: torch.Tensor) -> str | None:
+    """The layout of a sparse tensor, such as "sparse_coo", or "nested"; None for a dense one, which is strided."""
+    if tensor.is_nested:
+        return "nested"
+    return None if tensor.layout == torch.strided else str(tensor.layout).removeprefix("torch.")
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as text: "float32"."""
     return str(dtype).removeprefix("torch.")

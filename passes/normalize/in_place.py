@@ -214,7 +214,7 @@ def _into_new(rewriter: Rewriter, op: Op, type: TensorType) -> Ref:
     for overload in packet.overloads():
         target = f"{namespace}.{name}.{overload}"
         schema = schema_of(find_overload(target)).arguments
-        others = {item.name: str(item.type) for item in schema if item.name not in _OF_NEW}
+        others = {item.name: str(item.type) for item in schema if item.name in given or item.name not in _OF_NEW}
         if others == given and not any(item.alias_info is not None for item in schema):
             # One that makes a tensor from numbers is told its dtype and device, which `out` has otherwise.
             arguments = {name: op.arguments[name] for name in given}

@@ -20,9 +20,9 @@ from autopar.runtime.ranks.values import Leaf, ValueComparison
 from autopar.runtime.state import axes_of, from_local, mesh_of, rank_along
 from passes.ir.errors import InputError
 from passes.ir.layout import I, R, S, fits, local_shape, whole_shape
-from passes.ir.leaves import input_leaves, map_leaves, other_storage
+from passes.ir.leaves import input_leaves, map_leaves
 from passes.ir.mesh import Mesh
-from passes.ir.program import TensorType, dtype_name
+from passes.ir.program import TensorType, dtype_name, sparse_or_nested
 
 # Values that are no tensors and may be given where nothing was planned: a program is made for each.
 _SETTINGS = (bool, int, float, str)
@@ -216,15 +216,15 @@ def values_of(name: str, leaf: object, planned: Tensor) -> Tensor:
 
 def require_strided(what: str, tensor: Tensor) -> None:
     """Raise InputError for a sparse or nested tensor, called `what`."""
-    if (storage := other_storage(tensor)) is not None:
-        dense = "a padded one (to_padded_tensor) with a mask" if storage == "nested" else "a dense one (to_dense)"
-        raise InputError(f"{what} is a {storage} tensor: pass {dense}")
+    if (layout := sparse_or_nested(tensor)) is not None:
+        dense = "a padded one (to_padded_tensor) with a mask" if layout == "nested" else "a dense one (to_dense)"
+        raise InputError(f"{what} is a {layout} tensor: pass {dense}")
 
 
 def is_like(tensor: Tensor, planned: TensorType) -> bool:
     """Whether a tensor equals a planned one in everything but its sizes."""
     is_alike = tensor.dtype == planned.dtype and tensor.dim() == len(planned.shape)
-    return is_alike and other_storage(tensor) is None
+    return is_alike and sparse_or_nested(tensor) is None
 
 
 def unlike(what: str, tensor: Tensor, planned: TensorType) -> InputError:
@@ -404,7 +404,7 @@ def _rows(
         if leaf.requires_grad:
             raise InputError(f"{name} requires a gradient: pass the whole tensor to the call instead of rows")
         if item is not None and not is_like(leaf, item.type):
-            raise unlike(f"this rank's part of {name}", leaf, item.type)
+            raise unlike(f"this rank's rows of {name}", leaf, item.type)
         dim = item.samples if item is not None else 0 if leaf.dim() else None
         tensors[name] = leaf, dim
         other = [str(size) for size in leaf.shape]

@@ -134,6 +134,19 @@ def test_results_in_given_memory_are_new_tensors() -> None:
     assert [(update.buffer, update.value) for update in program.updates] == [("direction", division.results[0])]
 
 
+def test_the_dtype_of_a_result_in_given_memory_is_kept() -> None:
+    """That of an op which takes one with `out=`, too."""
+
+    def function(x: Tensor) -> Tensor:
+        summed = torch.sum(x, 0, dtype=torch.float64, out=torch.empty(6, dtype=torch.float64))
+        return torch.cumsum(x, 1, dtype=torch.float64, out=torch.empty(4, 6, dtype=torch.float64)) + summed
+
+    program = normalized(Apply(function), x=X)
+    kept = {op.kind: op.arguments["dtype"] for op in program.ops if op.kind in ("sum", "cumsum")}
+    assert kept == dict.fromkeys(("sum", "cumsum"), torch.float64)
+    assert not any("out" in op.target for op in program.ops)
+
+
 def test_tensors_made_of_numbers_in_given_memory_have_its_dtype() -> None:
     """Also one that is not the default."""
 

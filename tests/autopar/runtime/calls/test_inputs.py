@@ -204,8 +204,8 @@ def test_rows_that_cannot_be() -> None:
     assert first["none"] == f"axes is (): {axes}"
     assert every[0]["unknown on one"] == f"axes is ('pp',): {axes}"
     assert every[1]["unknown on one"].startswith("rank 0 of the mesh raised in from_local(): InputError: axes is ('pp'")
-    assert every[2]["dtype on one"].startswith("this rank's part of x is float32[4, 16], but was planned as float64")
-    assert first["dtype on one"].startswith("rank 2 of the mesh raised in from_local(): InputError: this rank's part")
+    assert every[2]["dtype on one"].startswith("this rank's rows of x is float32[4, 16], but was planned as float64")
+    assert first["dtype on one"].startswith("rank 2 of the mesh raised in from_local(): InputError: this rank's rows")
     assert "rank 1 of the mesh has target float64[rows, 8], rank 0 has target float64[rows, 16]" in first["other dims"]
     assert "rank 3 of the mesh has target left out, rank 0 has target float64[rows, 16]" in first["left out"]
     assert first["lengths"] == "the inputs have different numbers of rows: x has 2, target has 4"
@@ -219,7 +219,7 @@ def test_rows_that_cannot_be() -> None:
     assert first["gradient"].startswith("x requires a gradient: pass the whole tensor to the call")
     assert every[2]["planned, dtype on one"].startswith("this rank's part of x is float32")
     assert first["planned, dtype on one"].startswith("rank 2 of the mesh raised in from_local(): InputError: this rank")
-    assert first["sparse"] == "this rank's part of x is a sparse_coo tensor: pass a dense one (to_dense)"
+    assert first["sparse"] == "this rank's rows of x is a sparse_coo tensor: pass a dense one (to_dense)"
     assert first["sparse call"] == "x is a sparse_coo tensor: pass a dense one (to_dense)"
     assert first["list call"] == "x must be a tensor, got list"
     assert first["planned, sizes"].startswith("ranks give from_local() what does not fit together: rank 2 of the mesh")
