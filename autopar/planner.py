@@ -34,7 +34,8 @@ from passes.cost.liveness import MACHINES, MicroBatchInputs, StepPeaks, Stored, 
 from passes.cost.walk import block_seconds
 from passes.cost.work import seconds_by_op, work_of
 from passes.ir.configuration import Configuration
-from passes.ir.decisions import Decided, Decisions
+from passes.ir.decisions import Decided, Decisions, FirstProgram
+from passes.ir.errors import PipelineError
 from passes.ir.layout import Layout
 from passes.ir.leaves import input_leaves
 from passes.ir.log import logger
@@ -70,8 +71,7 @@ def no_collection() -> Iterator[None]:
 class PlannedModel:
     """A plan with all that is needed to run it: programs by name, layouts of stored parameters, seconds per pass, the
     random seed (that of torch on the first rank), the decisions for every node of each program, the reason why
-    evaluation could not be traced, the FSDP units of each stage, and the keys of the ops of the first program, in
-    order."""
+    there is no evaluation, the FSDP units of each stage, and the first program, whose stages others keep to."""
 
     plan: Plan
     programs: Mapping[str, GeneratedProgram]
@@ -81,7 +81,7 @@ class PlannedModel:
     decided: Mapping[str, Mapping[str, Decided]]
     refused: str
     units: tuple[tuple[FSDPUnit, ...], ...]
-    order: tuple[str, ...]
+    first: FirstProgram
 
 
 @no_collection()
@@ -122,7 +122,10 @@ def plan_captured(captured: CapturedModel, request: Request, clock: Clock) -> Pl
     request = _with_planned_mesh(request, first)
     programs, refused = {objective: first}, ""
     if isinstance(captured.evaluation, Program):
-        programs["infer"] = _plan_evaluation(captured.evaluation, info, request, first, clock)
+        try:
+            programs["infer"] = _plan_evaluation(captured.evaluation, info, request, first, clock)
+        except PipelineError as error:
+            refused = f"its evaluation cannot be cut as its training is: {error}"
     elif captured.evaluation is not None:
         refused = str(captured.evaluation)
     plan = written_plan(info, request, program, programs)
@@ -141,7 +144,7 @@ def plan_captured(captured: CapturedModel, request: Request, clock: Clock) -> Pl
         {name: item.decided for name, item in programs.items()},
         refused,
         first.lowered.units,
-        _order(first),
+        _as_first(first),
     )
 
 
@@ -200,15 +203,14 @@ def _plan_evaluation(
         configuration=decisions.configuration or first.record.configuration(first.mesh).for_evaluation(),
         stored=first.lowered.parameters,
         units=first.lowered.units,
-        order=_order(first),
+        first=_as_first(first),
     )
     request = replace(request, objective="infer", micro_batches=None, recompute=None, zero=None)
     return plan_program(program, info, request, "infer", decisions, clock)
 
 
-def _order(first: PlannedProgram) -> tuple[str, ...]:
-    """The keys of the ops of a program, in order."""
-    return tuple(op.key for op in first.lowered.program.ops)
+def _as_first(planned: PlannedProgram) -> FirstProgram:
+    return FirstProgram(tuple(op.key for op in planned.lowered.program.ops), planned.lowered.holders)
 
 
 def _in_micro_batches(

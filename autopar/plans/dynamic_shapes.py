@@ -211,7 +211,7 @@ class _Planner:
             regathered=record.regathered,
             stored={item.name: planned.stored.get(item.name, whole) for item in program.parameters},
             units=planned.units,
-            order=planned.order,
+            first=planned.first,
         )
         found = plan_program(program, info, replace(request, memory_limit=float("inf")), name, decisions, Clock())
         memory = sum(found.record.memory.values())

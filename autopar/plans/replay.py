@@ -33,13 +33,14 @@ def written_plan(info: ModelInfo, request: Request, program: Program, programs: 
         dtype = info.dtypes[name]
         return precision.master or dtype if dtype.is_floating_point else dtype
 
+    holders = first.lowered.holders
     parameters = {
         item.name: ParameterPlan(
             item.type.shape,
             dtype_name(stored_as(item.name)),
             layout_texts(first.lowered.parameters[item.name], mesh),
             item.trainable,
-            first.lowered.holders(item.name),
+            holders[item.name],
         )
         for item in program.parameters
     }

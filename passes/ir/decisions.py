@@ -19,6 +19,15 @@ class Decided:
 
 
 @dataclass(frozen=True)
+class FirstProgram:
+    """The first program that is planned of a model: the keys of its ops in order, and the stages that hold each
+    parameter, and each buffer that a call updates, by name (see `Lowered.holders`)."""
+
+    order: tuple[str, ...]
+    holders: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class Decisions:
     """Decisions that are fixed before the search begins. By default there are none.
 
@@ -31,8 +40,8 @@ class Decisions:
       result; None leaves that to the solver.
     - `stored`: the layouts of all parameters, by name, in place of the user's constraints.
     - `units`: the FSDP units that hold the parameters already, by stage.
-    - `order`: the keys of the ops of the model's first program, in order: the cuts of `configuration` are its own (see
-      `passes.lower.stages.named_starts`).
+    - `first`: the first program of the model, if it is another one: the cuts of `configuration` are its own (see
+      `passes.lower.same_stages`).
     - `gap`: the relative optimality gap of the step time that was proven when `methods` were chosen; `complete`: over
       all plans that were offered, of which none takes less than `bound_s`.
     - `single_s`: that of a `ProgramPlan`.
@@ -44,7 +53,7 @@ class Decisions:
     regathered: Sequence[tuple[str, int]] | None = None
     stored: Mapping[str, Layout] | None = None
     units: tuple[tuple[FSDPUnit, ...], ...] | None = None
-    order: tuple[str, ...] = ()
+    first: FirstProgram | None = None
     gap: float = 0.0
     complete: bool = True
     bound_s: float = 0.0

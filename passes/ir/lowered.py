@@ -367,9 +367,14 @@ class Lowered:
         found = {output.name: output for stage in self.stages for output in stage.outputs}
         return tuple(found[name] for name in self.program.output_names)
 
-    def holders(self, parameter: str) -> tuple[int, ...]:
-        """The numbers of the stages whose ranks hold a parameter."""
-        return tuple(number for number, stage in enumerate(self.stages) if parameter in stage.parameters)
+    @property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of the stages whose ranks hold each parameter, and each buffer that a call updates."""
+        found: dict[str, tuple[int, ...]] = {}
+        for number, stage in enumerate(self.stages):
+            for name in (*stage.parameters, *(buffer for buffer, _ in stage.updates)):
+                found[name] = (*found.get(name, ()), number)
+        return found
 
 
 def only_stage(stages: Sequence[T]) -> T:

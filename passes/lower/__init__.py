@@ -17,11 +17,13 @@ from passes.cost.cluster import Cluster
 from passes.cost.step_costs import StepCosts
 from passes.ir.choices import Problem, Solution
 from passes.ir.configuration import Configuration, Staging
+from passes.ir.decisions import FirstProgram
 from passes.ir.folded import Folded
 from passes.ir.lowered import FSDPUnit, Lowered, Stage
 from passes.lower.collectives import fastest_collectives
 from passes.lower.deferred import deferred
 from passes.lower.recompute import recompute
+from passes.lower.same_stages import cut_alike
 from passes.lower.stages import cut, in_order, named_starts
 from passes.lower.straight import Casts, straight_code
 from passes.lower.units import fsdp_units
@@ -37,10 +39,10 @@ def lower(
     cluster: Cluster,
     clock: Clock,
     units: Sequence[Sequence[FSDPUnit]] | None = None,
-    order: Sequence[str] = (),
+    first: FirstProgram | None = None,
 ) -> Lowered:
-    """The program under `solution`, in the stages of its pipeline. If it is not the first program of its model, `units`
-    are the existing FSDP units of the model's parameters, by stage, and `order` the keys of the first one's ops.
+    """The program under `solution`, in the stages of its pipeline. If it is not the `first` program of its model,
+    `units` are the existing FSDP units of the model's parameters, by stage.
 
     Raises PipelineError for cuts that the program does not have.
     """
@@ -48,7 +50,12 @@ def lower(
     mesh, cuts, by_stage = configuration.mesh, configuration.pipeline.cuts, configuration.pipeline.recompute
     with clock("lower"):
         whole = whole_code(folded, problem, solution, casts)
-        stages = cut(whole, named_starts(whole, cuts, order), folded.flowing, mesh) if cuts else (whole,)
+        if not cuts:
+            stages: tuple[Stage, ...] = (whole,)
+        elif first is None:
+            stages = cut(whole, named_starts(whole, cuts), folded.flowing, mesh)
+        else:
+            stages = cut_alike(whole, cuts, first, folded.flowing, mesh)
     existing = [None] * len(stages) if units is None else units
     apart = _in_several_places(stages, configuration.pipeline)
     return Lowered(

@@ -4,7 +4,8 @@ A program is a sequence of positions: the ops outside of regions, each with the 
 copies of regions, or the pieces that these can be cut into (`loops`). A stage is an interval of positions. What a stage
 reads of an earlier one it receives from the stage before it, so tensors that skip stages are handed on. Tensors that
 depend on inputs and buffers alone (masks, rotary tables, positions), and the redistributions of parameters, are
-computed again where they are read. A parameter that several stages read is held by each of them.
+computed again where they are read. A parameter that several stages read is held by each of them. A buffer that a call
+updates belongs to one stage: a copy in another one would keep its old values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,52 +63,77 @@ def positions(stage: Stage) -> tuple[Position, ...]:
     return tuple(found)
 
 
-def cut(stage: Stage, starts: Sequence[int], flowing: frozenset[str], mesh: Mesh) -> tuple[Stage, ...]:
+def cut(
+    stage: Stage,
+    starts: Sequence[int],
+    flowing: frozenset[str],
+    mesh: Mesh,
+    holders: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[Stage, ...]:
     """The stages of a program that is lowered to one; every stage but the first begins at the position of this number.
-    A gradient flows through the tensors `flowing`.
+    A gradient flows through the tensors `flowing`. If it is not the first program of its model, `holders` are the
+    stages of the first one that hold each parameter, and each buffer that it updates.
 
-    Raises PipelineError where the loss is not in the last stage.
+    Raises PipelineError where the loss is not in the last stage, where a buffer that is updated belongs to several
+    stages, and where a stage reads what its `holders` are others.
     """
-    return _Cutter(stage, tuple(starts), flowing, mesh).stages()
+    return _Cutter(stage, tuple(starts), flowing, mesh, holders or {}).stages()
 
 
 @dataclass(frozen=True)
 class Crossing:
     """The tensors that are sent over the boundary before a position, by name, and their bytes on one rank; those with
-    gradients are in `flowing`."""
+    gradients are in `flowing`. The buffers `parted` are updated, and used on both sides: no stage can begin here."""
 
     names: tuple[str, ...]
     bytes: int
     flowing: frozenset[str]
     gradient_bytes: int
+    parted: frozenset[str]
 
 
 def crossings(stage: Stage, flowing: frozenset[str], mesh: Mesh) -> tuple[Crossing, ...]:
     """The tensors that cross each boundary between two positions; a gradient flows through the tensors `flowing`."""
     pieces = positions(stage)
-    cutter = _Cutter(stage, tuple(range(1, len(pieces))), flowing, mesh)
+    cutter = _Cutter(stage, tuple(range(1, len(pieces))), flowing, mesh, {})
+    spans = {name: (min(used), max(used)) for name, used in cutter.users.items() if used}
     found = []
-    for names in cutter.sent[:-1]:
+    for number, names in enumerate(cutter.sent[:-1], 1):
         sizes = {name: cutter.bytes_of(name) for name in names}
         own = frozenset(filter(cutter.has_gradient, names))
-        found.append(Crossing(names, sum(sizes.values()), own, sum(sizes[name] for name in own)))
+        parted = frozenset(name for name, (first, last) in spans.items() if first < number <= last)
+        found.append(Crossing(names, sum(sizes.values()), own, sum(sizes[name] for name in own), parted))
     return tuple(found)
 
 
-def named_starts(stage: Stage, cuts: Sequence[str], order: Sequence[str] = ()) -> tuple[int, ...]:
+def keys_of_positions(stage: Stage) -> list[list[str]]:
+    """The keys of the ops of each position, in order."""
+    statements = _ordered(stage)
+    return [list(_keys(statements, piece)) for piece in positions(stage)]
+
+
+def _keys(statements: Sequence[Statement], piece: Position) -> Iterator[str]:
+    for statement in statements[piece.first : piece.last]:
+        if isinstance(statement, Compute):
+            yield statement.op.key
+        elif isinstance(statement, Loop) and piece.copy is not None:
+            yield from piece_keys(statement, piece.copy, piece.inside)
+
+
+def reads_of_positions(stage: Stage, flowing: frozenset[str], mesh: Mesh) -> list[set[str]]:
+    """The names that the statements of each position read."""
+    cutter = _Cutter(stage, tuple(range(1, len(positions(stage)))), flowing, mesh, {})
+    return [set(_all_reads(code)) for code in cutter.code]
+
+
+def named_starts(stage: Stage, cuts: Sequence[str]) -> tuple[int, ...]:
     """The numbers of the positions with the names `cuts`.
 
     A mean over samples is a sum and a quotient in micro-batches, and one op in other programs: there a stage of the sum
     alone is empty.
 
-    Cuts of another program of the same model come with the keys of its ops, in `order`. Where no position has the name,
-    the stage begins before the first later op that both programs have, or after the piece that it is in; stages may
-    be empty.
-
     Raises PipelineError for a name that begins no position, and for names out of order.
     """
-    if order:
-        return _starts_like(stage, cuts, order)
     names = [item.name for item in positions(stage)]
     found: list[int] = []
     whole_means = set[int]()
@@ -127,35 +153,6 @@ def named_starts(stage: Stage, cuts: Sequence[str], order: Sequence[str] = ()) -
             raise PipelineError(f"the cut {name!r} does not come after {cuts[len(found) - 1]!r}: give cuts in order")
         found.append(number)
     return tuple(found)
-
-
-def _starts_like(stage: Stage, cuts: Sequence[str], order: Sequence[str]) -> tuple[int, ...]:
-    """As `named_starts`, for cuts of another program."""
-    pieces, statements = positions(stage), _ordered(stage)
-    names = {item.name: number for number, item in reversed(list(enumerate(pieces)))}
-    firsts: dict[str, int] = {}
-    for number, piece in enumerate(pieces):
-        first, *others = _keys(statements, piece)
-        firsts |= {first: number, **dict.fromkeys(others, number + 1)}
-    found: list[int] = []
-    for name in cuts:
-        if name in names:
-            number = names[name]
-        else:
-            within = (at for at, key in enumerate(order) if key == name or key.startswith((f"{name}/", f"{name}.")))
-            later = order[next(within, len(order)) :]
-            number = next((firsts[key] for key in later if key in firsts), len(pieces))
-        found.append(min(max([1, number, *found[-1:]]), len(pieces) - 1))
-    return tuple(found)
-
-
-def _keys(statements: Sequence[Statement], piece: Position) -> Iterator[str]:
-    """The keys of the ops of a position of these statements, in order."""
-    for statement in statements[piece.first : piece.last]:
-        if isinstance(statement, Compute):
-            yield statement.op.key
-        elif isinstance(statement, Loop) and piece.copy is not None:
-            yield from piece_keys(statement, piece.copy, piece.inside)
 
 
 def _origin(name: str) -> str:
@@ -195,10 +192,18 @@ def _made(statement: Statement) -> tuple[str, ...]:
 class _Cutter:
     """Cuts one program: `stages` are the stages, `sent` the names of the tensors that each sends on."""
 
-    def __init__(self, stage: Stage, starts: tuple[int, ...], flowing: frozenset[str], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        starts: tuple[int, ...],
+        flowing: frozenset[str],
+        mesh: Mesh,
+        holders: Mapping[str, tuple[int, ...]],
+    ) -> None:
         self.whole = stage
         self.flowing = flowing
         self.mesh = mesh
+        self.holders = holders
         self.statements = _ordered(stage)
         self.types = dict(stage.body.types)
         self.layouts = dict(stage.body.layouts)
@@ -210,12 +215,9 @@ class _Cutter:
         self.code = [self._piece(pieces[first:last]) for first, last in pairwise(bounds)]
         self.makers = {name: item for code in self.code for item in code for name in _made(item)}
         self.home = {name: at for at, code in enumerate(self.code) for item in code for name in _made(item)}
-        self.code = [[*self._again(at, code), *code] for at, code in enumerate(self.code)]
+        self.updates = self._updates()
+        self.code = [self._with_again(at, code) for at, code in enumerate(self.code)]
         self.outputs = [self._outputs(at) for at in range(len(self.code))]
-        self.updates = [
-            tuple((buffer, value) for buffer, value in stage.updates if self._home(value) == at)
-            for at in range(len(self.code))
-        ]
 
     def _piece(self, pieces: Sequence[Position]) -> list[Statement]:
         """The statements of some positions that follow each other, and those that lay out what they carry in and on."""
@@ -291,14 +293,55 @@ class _Cutter:
         type = self.types[name]
         return prod(local_shape(type.shape, self.layouts[name], self.mesh)) * type.dtype.itemsize
 
+    # --- buffers that are updated ---
+
+    @cached_property
+    def _updated(self) -> frozenset[str]:
+        """The buffers that a call updates, of this program or of the first one."""
+        buffers = {item.name for item in self.whole.program.buffers}
+        return frozenset(buffer for buffer, _ in self.whole.updates) | buffers & self.holders.keys()
+
+    @cached_property
+    def users(self) -> dict[str, set[int]]:
+        """The stages that read each buffer that is updated, or make the value that it gets; such values that any stage
+        can compute do not count."""
+        found: dict[str, set[int]] = {name: set() for name in self._updated}
+        if not found:
+            return found
+        for at, code in enumerate(self.code):
+            for name in self._updated.intersection(_all_reads(code)):
+                found[name].add(at)
+        for output in self.whole.outputs:
+            for name in self._updated.intersection(references(output.value)):
+                found[name].add(len(self.code) - 1)
+        for buffer, value in self.whole.updates:
+            if value in self.home and value not in self._given:
+                found[buffer].add(self.home[value])
+        return found
+
+    def _updates(self) -> list[tuple[tuple[str, str], ...]]:
+        """The buffers that each stage updates, with the values that they get: a stage that uses a buffer does."""
+        homes = {buffer: min(self.users[buffer], default=self._home(value)) for buffer, value in self.whole.updates}
+        return [tuple(item for item in self.whole.updates if homes[item[0]] == at) for at in range(len(self.code))]
+
+    def _check_buffers(self) -> None:
+        """Raise PipelineError where several stages use a buffer that is updated."""
+        for name, used in self.users.items():
+            if len(used) > 1:
+                raise PipelineError(
+                    f"the buffer {name!r} is updated, so that one stage has to use it, but stages "
+                    f"{min(used)} and {max(used)} do: cut the model elsewhere"
+                )
+
     # --- what is computed again ---
 
     @cached_property
     def _given(self) -> frozenset[str]:
-        """The values that depend on inputs and buffers alone, or are parameters in another layout."""
+        """The values that depend on inputs and buffers alone that no call updates, or are parameters in another
+        layout."""
         trained = {item.name for item in self.whole.program.inputs if item.trainable}
         held = {item.name for item in self.whole.program.parameters}
-        plain = {*self.inputs, *self.stored} - trained - held
+        plain = {*self.inputs, *self.stored} - trained - held - self._updated
         found = set(plain)
         for statement in (item for code in self.code for item in code):
             if isinstance(statement, Compute):
@@ -313,20 +356,25 @@ class _Cutter:
                     found.add(statement.result)
         return frozenset(found)
 
-    def _again(self, at: int, code: Sequence[Statement]) -> list[Statement]:
-        """The statements of earlier stages that a stage runs again for what it reads."""
-        wanted = {name for item in code for name in item.reads if self._is_again(name, at)}
-        needed: dict[int, Statement] = {}
-        while wanted:
-            name = wanted.pop()
-            maker = self.makers[name]
-            if id(maker) not in needed:
-                needed[id(maker)] = maker
-                wanted.update(other for other in maker.reads if self._is_again(other, at))
-        return [item for code in self.code[:at] for item in code if id(item) in needed]
+    def _with_again(self, at: int, code: Sequence[Statement]) -> list[Statement]:
+        """The statements of a stage, with those of other stages that it runs again for what it reads and updates."""
+        later = self._makers((value for _, value in self.updates[at]), range(at + 1, len(self.code)))
+        earlier = self._makers((name for item in (*code, *later) for name in item.reads), range(at))
+        return [*earlier, *code, *later]
 
-    def _is_again(self, name: str, at: int) -> bool:
-        return name in self._given and name in self.home and self.home[name] < at
+    def _makers(self, names: Iterable[str], stages: range) -> list[Statement]:
+        """The statements in `stages` that make some values, and what these are made of, where any stage can."""
+
+        def is_made(name: str) -> bool:
+            return name in self._given and self.home.get(name) in stages
+
+        wanted, needed = set(filter(is_made, names)), set[int]()
+        while wanted:
+            maker = self.makers[wanted.pop()]
+            if id(maker) not in needed:
+                needed.add(id(maker))
+                wanted.update(filter(is_made, maker.reads))
+        return [item for number in stages for item in self.code[number] if id(item) in needed]
 
     # --- what is sent ---
 
@@ -362,28 +410,46 @@ class _Cutter:
     def stages(self) -> tuple[Stage, ...]:
         """The stages."""
         self._check_loss()
+        self._check_buffers()
         received: tuple[str, ...] = ()
         found = []
         for at in range(len(self.code)):
             found.append(self._stage(at, received))
             received = self.sent[at]
+        self._check_holders(found)
         return self._with_unread(found)
 
     def _with_unread(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """The stages, of which the first also takes what none reads: inputs of totals alone, parameters, buffers."""
-        first, *others = stages
-        program, whole = first.program, self.whole.program
-        later = {item.name for stage in others for item in _taken(stage.program)}
-        mine = {item.name for item in _taken(program)}
-        program = replace(
-            program,
-            inputs=tuple(item for item in whole.inputs if item.name in mine or item.name not in later),
-            parameters=tuple(item for item in whole.parameters if item.name in mine or item.name not in later),
-            buffers=tuple(item for item in whole.buffers if item.name in mine or item.name not in later),
-        )
-        inputs = {item.name: self.whole.inputs[item.name] for item in program.inputs}
-        parameters = {item.name: self.whole.parameters[item.name] for item in program.parameters}
-        return replace(first, program=program, inputs=inputs, parameters=parameters), *others
+        """The stages with what none reads: inputs of totals alone, parameters, buffers. Those of parameters and buffers
+        that hold them for the first program take them, or else the first stage."""
+        read = {item.name for stage in stages for item in _taken(stage.program)}
+
+        def unread(name: str, at: int) -> bool:
+            return name not in read and at in self.holders.get(name, (0,))
+
+        whole, found = self.whole.program, []
+        for at, stage in enumerate(stages):
+            mine = {item.name for item in _taken(stage.program)}
+            program = replace(
+                stage.program,
+                inputs=tuple(item for item in whole.inputs if item.name in mine or unread(item.name, at)),
+                parameters=tuple(item for item in whole.parameters if item.name in mine or unread(item.name, at)),
+                buffers=tuple(item for item in whole.buffers if item.name in mine or unread(item.name, at)),
+            )
+            inputs = {item.name: self.whole.inputs[item.name] for item in program.inputs}
+            parameters = {item.name: self.whole.parameters[item.name] for item in program.parameters}
+            found.append(replace(stage, program=program, inputs=inputs, parameters=parameters))
+        return tuple(found)
+
+    def _check_holders(self, stages: Sequence[Stage]) -> None:
+        """Raise PipelineError where a stage reads what only other stages hold for the first program."""
+        for at, stage in enumerate(stages):
+            for item in (*stage.program.parameters, *stage.program.buffers):
+                if at not in self.holders.get(item.name, (at,)):
+                    raise PipelineError(
+                        f"stage {at} would read {item.name!r}, which is on stage {self.holders[item.name][0]} in the "
+                        f"model's first program: a copy of it would not be trained"
+                    )
 
     def _check_loss(self) -> None:
         """Raise PipelineError where the last stage does not compute the loss."""

@@ -85,8 +85,8 @@ def lowered_choice(
     space, clock, configuration = subproblems.space, subproblems.clock, solution.configuration
     if configuration.zero == 3:
         solution = replace(solution, regathered=solution.regathered | gathered_again(problem, solution))
-    units, order = space.decisions.units, space.decisions.order
-    lowered = lower(program.folded, problem, solution, space.casts, space.cluster, clock, units, order)
+    units, first = space.decisions.units, space.decisions.first
+    lowered = lower(program.folded, problem, solution, space.casts, space.cluster, clock, units, first)
     step = scheduled_step(lowered, program.folded, space.cluster, space.optimizer, configuration)
     return LoweredChoice(program, problem, solution, lowered, step)
 

@@ -102,7 +102,7 @@ def seconds_of(case: Planning, configuration: Configuration, stage: Stage) -> li
 def test_ranks_hold_what_their_stages_read(whole: Stage, lowered: Lowered) -> None:
     """Parameters of copies are in one stage, that of both ends in both. FSDP units are around the copies that run."""
     names = {f"layers.{number}.linear.weight": (int(number >= CUT),) for number in range(COUNT)}
-    assert {name: lowered.holders(name) for name in whole.parameters} == {"table.weight": (0, 1), **names}
+    assert {name: lowered.holders[name] for name in whole.parameters} == {"table.weight": (0, 1), **names}
     assert lowered.parameters == whole.parameters
     assert lowered.inputs == whole.inputs
     assert lowered.outputs == whole.outputs
@@ -182,7 +182,7 @@ def plan(case: Planning, configuration: Configuration, whole: Stage, lowered: Lo
             "float32",
             layout_texts(whole.parameters[item.name], MESH),
             True,
-            lowered.holders(item.name),
+            lowered.holders[item.name],
         )
         for item in whole.program.parameters
     }

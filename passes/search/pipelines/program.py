@@ -274,8 +274,9 @@ class StagedProgram:
         return crossings(self.whole, self.folded.flowing, self.mesh)
 
     def _returns(self, crossing: Crossing) -> bool:
-        """Whether something crosses a boundary; in training something with a gradient, which comes back."""
-        return bool(crossing.flowing if self.space.trains else crossing.names)
+        """Whether something crosses a boundary; in training something with a gradient, which comes back. No boundary
+        parts a buffer that is updated."""
+        return not crossing.parted and bool(crossing.flowing if self.space.trains else crossing.names)
 
     def _begins(self, number: int) -> bool:
         """Whether a stage may begin with a position: with a copy of a region, or with the first op of a module."""

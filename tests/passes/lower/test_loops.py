@@ -9,6 +9,7 @@ from passes.ir.errors import PipelineError
 from passes.ir.lowered import Compute, Loop, Stage
 from passes.ir.plan import Block
 from passes.lower.loops import copy_pieces, part_of_copy, piece_keys, piece_name
+from passes.lower.same_stages import near_starts
 from passes.lower.stages import crossings, cut, named_starts, positions
 from passes.record import record_stage
 from passes.solve import solve
@@ -118,7 +119,7 @@ def test_cuts_of_another_program_are_before_the_next_op_that_both_have(case: tup
     order = [*ops[:up], "layers.2.drop/dropout", *ops[up:down], "layers.2.second.drop/dropout", *ops[down:], "/scaled"]
 
     def begun(*cuts: str) -> list[str]:
-        return [names[number] for number in named_starts(whole, cuts, order)]
+        return [names[number] for number in near_starts(whole, cuts, order)]
 
     assert begun("layers.1", "layers.2.second.up") == ["layers.1", "layers.2.second.up"]
     assert begun("layers.2.drop/dropout", "layers.3") == ["layers.2.second.up", "layers.3"]
