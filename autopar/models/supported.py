@@ -20,11 +20,6 @@ _PARTS: tuple[tuple[type, str], ...] = (
     (nn.DataParallel, "is a DataParallel, which spreads its batch over devices: pass its `module`"),
     (FullyShardedDataParallel, "is a FullyShardedDataParallel: pass the model that it was made of"),
     (FSDPModule, "is sharded by `fully_shard` already: pass the model before it is sharded"),
-    (
-        nn.SyncBatchNorm,
-        "is a SyncBatchNorm, which sends its statistics to other ranks: put a BatchNorm in its place, whose statistics "
-        "are those of the whole batch in every plan",
-    ),
     (torch.jit.ScriptModule, "is TorchScript, which is not traced: pass the Python module"),
 )
 _EXPORTED = "was made by torch.export, for one mode and these sizes: pass the module that was exported"

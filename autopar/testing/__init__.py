@@ -34,6 +34,7 @@ from autopar.testing.errors import (
 from autopar.testing.randomness import RandomOps, WithoutDropout
 from autopar.testing.ranks import RankError, preload, run_ranks
 from passes._torch import pytree
+from passes.capture import as_one_process
 from passes.cost.cluster import Cluster
 from passes.ir.errors import InputError, UnsupportedError
 from passes.ir.leaves import map_leaves
@@ -335,7 +336,7 @@ def compare_on_mesh(
     distributed.train(training)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     quiet = huggingface.without_inner_caches(model, objective)
-    with _comparable(lifted), quiet, torch.set_grad_enabled(objective == "train"):
+    with _comparable(lifted), quiet, as_one_process(model), torch.set_grad_enabled(objective == "train"):
         expected = model(**inputs, **settings)
     in_stages = bool(distributed.plan.pipeline_axis)
     in_parts = training and (in_stages or distributed.plan.programs[objective].micro_batches > 1)
@@ -349,13 +350,13 @@ def compare_on_mesh(
     leaves = [leaf for leaf in pytree.tree_leaves(got) if isinstance(leaf, Tensor)]
     if training or (objective == "train" and any(leaf.requires_grad for leaf in leaves)):
         if not in_parts:
-            _backward(got)
+            _backward(got, only_loss=False)
         made = [leaf for leaf in pytree.tree_leaves(expected) if isinstance(leaf, Tensor) and leaf.requires_grad]
         # Gradients of parameters are sums over those of outputs, which may cancel.
         addends = [leaf for leaf in made if leaf.dim() and leaf.numel()]
         for leaf in addends:
             leaf.retain_grad()
-        _backward(expected)
+        _backward(expected, only_loss=in_parts)
         largest = largest_element(*(leaf.grad for leaf in addends), *(item.grad for item in model.parameters()))
         errors.update(gradient_errors(distributed, model, in_stages, largest))
     return Comparison(_of_all_ranks(errors, theirs, expected, model) if in_stages else errors)
@@ -417,11 +418,15 @@ def _comparable(lifted: torch.dtype | None) -> Iterator[None]:
         yield
 
 
-def _backward(output: object) -> None:
-    """From the loss, or from a fixed weighting of all outputs where there is none that has a gradient."""
+def _backward(output: object, *, only_loss: bool) -> None:
+    """From the loss, or from a fixed weighting of all outputs where there is none that has a gradient. With `only_loss`
+    a scalar that is the only one is the loss, as `forward_backward` has it."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    leaves = [leaf for leaf in leaves_of(output).values() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    scalars = [leaf for leaf in leaves if not leaf.dim()]
+    if only_loss and not isinstance(loss, Tensor) and len(scalars) == 1:
+        loss = scalars[0]
     if not isinstance(loss, Tensor) or not loss.requires_grad:
-        leaves = [leaf for leaf in leaves_of(output).values() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         generator = torch.Generator().manual_seed(0)
         weighted = (
             (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype).to(whole.device)).sum()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from passes.capture.exporting import Exported, export, possible_constants
+from passes.capture.one_process import as_one_process
 from passes.capture.program import Symbols, program_of
 from passes.capture.setting import (
     autograd_functions_written,
@@ -27,7 +28,7 @@ from passes.capture.setting import (
 from passes.ir.leaves import Inputs
 from passes.ir.program import Program, Symbolic
 
-__all__ = ["CPU", "Tracing", "capture", "capture_symbolic", "device_of", "evaluated_parts"]
+__all__ = ["CPU", "Tracing", "as_one_process", "capture", "capture_symbolic", "device_of", "evaluated_parts"]
 
 CPU = torch.device("cpu")
 
@@ -80,6 +81,7 @@ def _traced(
     with stack:
         stack.enter_context(mode_of(module, tracing.training))
         stack.enter_context(autograd_functions_written(tracing.gradients))
+        stack.enter_context(as_one_process(module))
         stack.enter_context(tracing.context)
         stack.enter_context(tensors_on(module, tracing.device))
         if tracing.dtype is not None:

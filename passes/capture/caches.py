@@ -51,7 +51,7 @@ def caches_kept(module: nn.Module) -> Iterator[None]:
     its modules are from: functions whose caches were added to forget them all; global variables, attributes of classes,
     variables of closures, and the dicts, lists and objects in these have what they had in place of one."""
     # Each owner and each container is kept, so that its id stays its own.
-    before = {id(owner): (owner, dict(vars(owner))) for owner in _owners(module)}
+    before = {id(owner): (owner, dict(vars(owner))) for owner in owners(module)}
     containers, functions = _Containers(packages_of(module)), list[_Cached]()
     for _, values in before.values():
         functions += _functions(values.values())
@@ -60,7 +60,7 @@ def caches_kept(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for owner in _owners(module):
+        for owner in owners(module):
             _, values = before.get(id(owner), (owner, {}))
             now = dict(vars(owner))
             if _is_changed(now.values(), values.values()):
@@ -161,8 +161,10 @@ def _content(cell: CellType) -> object:
 
 
 def packages_of(module: nn.Module) -> set[str]:
-    """The packages that define the parts of a module, without torch and ours."""
-    modules = {type(part).__module__ for part in module.modules()}
+    """The packages that define the parts of a module, and the classes that these are derived from, without torch,
+    Python and ours."""
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    modules = {kind.__module__ for kind in kinds} - {"builtins"}
     return {name.partition(".")[0] for name in modules if not _is_foreign(name)}
 
 
@@ -171,7 +173,7 @@ def _is_foreign(name: str) -> bool:
     return file is not None and is_foreign(file)
 
 
-def _owners(module: nn.Module) -> list[object]:
+def owners(module: nn.Module) -> list[object]:
     """The imported modules of the packages that `module` is from, and the classes that are defined in them."""
     packages = packages_of(module)
     found: list[object] = []
