@@ -210,7 +210,13 @@ def _plan_evaluation(
 
 
 def _as_first(planned: PlannedProgram) -> FirstProgram:
-    return FirstProgram(tuple(op.key for op in planned.lowered.program.ops), planned.lowered.holders)
+    """What other programs of a model keep to. A parameter that the first one does not read is not trained: any stage
+    of theirs may read it."""
+    program = planned.lowered.program
+    used = {name for op in program.ops for name in op.operands} | program.returned
+    used |= {item.buffer for item in program.updates}
+    held = planned.lowered.holders.items()
+    return FirstProgram(tuple(op.key for op in program.ops), {name: stages for name, stages in held if name in used})
 
 
 def _in_micro_batches(

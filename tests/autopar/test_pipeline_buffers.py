@@ -56,6 +56,21 @@ class Normed(nn.Module):
         return self.norm(self.layer(x)).pow(3).mean()
 
 
+class Headed(nn.Module):
+    """Has a head for training and another one for evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.auxiliary, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [rows, 8]."""
+        for layer in self.layers:
+            x = layer(x)
+        return (self.auxiliary(x) if self.training else self.head(x)).pow(2).mean()
+
+
 class Often(nn.Module):
     """Reads a mean at its begin that it updates at its end."""
 
@@ -98,13 +113,14 @@ def _trained(make: type[nn.Module]) -> tuple[list[float], dict[str, float]]:
     return found, {name: float((whole[name] - names[name]).abs().max()) for name in names if name in whole}
 
 
-@pytest.mark.parametrize("make", [Counted, Normed])
+@pytest.mark.parametrize("make", [Counted, Normed, Headed])
 def test_buffers_and_evaluations_of_stages(make: type[nn.Module]) -> None:
     """Steps of training, evaluation afterwards, and the buffers of a checkpoint are those of one device."""
-    for losses, buffers in run_ranks(_trained, 2, make):
+    found = run_ranks(_trained, 2, make)
+    for losses, buffers in found:
         assert max(map(abs, losses)) < 1e-12
         assert max(buffers.values(), default=0.0) < 1e-12
-    assert len(run_ranks(_trained, 2, make)[0][1]) == len(list(make().buffers()))
+    assert len(found[0][1]) == len(list(make().buffers()))
 
 
 def test_buffers_that_two_stages_would_use_are_refused() -> None:
