@@ -120,11 +120,9 @@ class StagedProgram:
         boundaries = self.boundaries(pipeline.ranks)
         offered = sum(boundary is not None for boundary in boundaries)
         if offered < pipeline.stages - 1:
-            frozen = sum(self._begins(number) for number in range(1, len(self.positions))) - offered
-            also = f" ({frozen} others are behind frozen parameters alone, to which no gradient comes back)"
             raise PipelineError(
                 f"{pipeline.stages} stages are asked for, but the model can be cut at {offered} places"
-                f"{also if frozen and self.space.trains else ''}: take fewer stages"
+                f"{self._others()}: take fewer stages"
             )
         count, total = self.choice.solution.configuration.micro_batches, sum(pieces, Phases())
         # What all ranks do before and after the schedule, on average.
@@ -265,7 +263,10 @@ class StagedProgram:
     @cached_property
     def _offered(self) -> tuple[bool, ...]:
         """Whether a stage may begin with each position."""
-        found = (self._begins(number) and self._returns(crossing) for number, crossing in enumerate(self._sent, 1))
+        found = (
+            self._begins(number) and self._returns(crossing) and not crossing.parted
+            for number, crossing in enumerate(self._sent, 1)
+        )
         return (False, *found)
 
     @cached_property
@@ -274,9 +275,21 @@ class StagedProgram:
         return crossings(self.whole, self.folded.flowing, self.mesh)
 
     def _returns(self, crossing: Crossing) -> bool:
-        """Whether something crosses a boundary; in training something with a gradient, which comes back. No boundary
-        parts a buffer that is updated."""
-        return not crossing.parted and bool(crossing.flowing if self.space.trains else crossing.names)
+        """Whether something crosses a boundary; in training something with a gradient, which comes back."""
+        return bool(crossing.flowing if self.space.trains else crossing.names)
+
+    def _others(self) -> str:
+        """The reasons why other places are not offered."""
+        begun = [crossing for number, crossing in enumerate(self._sent, 1) if self._begins(number)]
+        parted = [crossing for crossing in begun if self._returns(crossing) and crossing.parted]
+        frozen = sum(not self._returns(crossing) for crossing in begun) if self.space.trains else 0
+        reasons = (
+            [f"{frozen} others are behind frozen parameters alone, to which no gradient comes back"] if frozen else []
+        )
+        if parted:
+            name = min(min(crossing.parted) for crossing in parted)
+            reasons.append(f"{len(parted)} others are between uses of buffers that a call updates, such as {name!r}")
+        return f" ({'; '.join(reasons)})" if reasons else ""
 
     def _begins(self, number: int) -> bool:
         """Whether a stage may begin with a position: with a copy of a region, or with the first op of a module."""
