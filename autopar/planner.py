@@ -210,8 +210,8 @@ def _plan_evaluation(
 
 
 def _as_first(planned: PlannedProgram) -> FirstProgram:
-    """What other programs of a model keep to. A parameter that the first one does not read is not trained: any stage
-    of theirs may read it."""
+    """The program that others of the model keep to. A parameter that it does not read is not trained: any stage of
+    theirs may read it."""
     program = planned.lowered.program
     used = {name for op in program.ops for name in op.operands} | program.returned
     used |= {item.buffer for item in program.updates}

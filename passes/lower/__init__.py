@@ -22,9 +22,10 @@ from passes.ir.folded import Folded
 from passes.ir.lowered import FSDPUnit, Lowered, Stage
 from passes.lower.collectives import fastest_collectives
 from passes.lower.deferred import deferred
+from passes.lower.positions import in_order, named_starts
 from passes.lower.recompute import recompute
 from passes.lower.same_stages import cut_alike
-from passes.lower.stages import cut, in_order, named_starts
+from passes.lower.stages import cut
 from passes.lower.straight import Casts, straight_code
 from passes.lower.units import fsdp_units
 

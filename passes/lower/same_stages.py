@@ -10,7 +10,8 @@ from passes.ir.decisions import FirstProgram
 from passes.ir.errors import PipelineError
 from passes.ir.lowered import Stage
 from passes.ir.mesh import Mesh
-from passes.lower.stages import cut, keys_of_positions, positions, reads_of_positions
+from passes.lower.positions import keys_of_positions, positions
+from passes.lower.stages import cut, reads_of_positions
 
 
 def cut_alike(

@@ -1,11 +1,10 @@
 """stages: cuts the straight code of a program into pipeline stages.
 
-A program is a sequence of positions: the ops outside of regions, each with the redistributions before it, and the
-copies of regions, or the pieces that these can be cut into (`loops`). A stage is an interval of positions. What a stage
-reads of an earlier one it receives from the stage before it, so tensors that skip stages are handed on. Tensors that
-depend on inputs and buffers alone (masks, rotary tables, positions), and the redistributions of parameters, are
-computed again where they are read. A parameter that several stages read is held by each of them. A buffer that a call
-updates belongs to one stage: a copy in another one would keep its old values.
+A program is a sequence of positions (`positions`), and a stage an interval of them. What a stage reads of an earlier
+one it receives from the stage before it, so tensors that skip stages are handed on. Tensors that depend on inputs and
+buffers alone (masks, rotary tables, positions), and the redistributions of parameters, are computed again where they
+are read. A parameter that several stages read is held by each of them. A buffer that a call updates belongs to one
+stage: a copy in another one would keep its old values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,46 +20,8 @@ from passes.ir.layout import local_shape
 from passes.ir.lowered import Body, Compute, Loop, Redistribution, Returned, Stage, Statement
 from passes.ir.mesh import Mesh
 from passes.ir.program import Buffer, Input, Parameter, Program, has_gradient
-from passes.lower.loops import carried_before, copy_pieces, part_of_copy, piece_keys, piece_name, some_copies
-
-
-@dataclass(frozen=True)
-class Position:
-    """A piece of a program that is not cut: the statements from `first` on, up to `last` (exclusive). If the last of
-    these is a loop, only the statements `inside` of its copy `copy` are part of the piece. `name` is the module path of
-    the copy, or of the module in it that begins there, or the key of the op."""
-
-    name: str
-    first: int
-    last: int
-    copy: int | None = None
-    inside: range = range(0)
-
-
-def positions(stage: Stage) -> tuple[Position, ...]:
-    """The positions of a program that is lowered to one stage, in order."""
-    found: list[Position] = []
-    first = 0
-    statements = _ordered(stage)
-    read = {name for item in statements for name in item.reads}
-    for number, statement in enumerate(statements):
-        if isinstance(statement, Redistribution):
-            if found and first == number and statement.result not in read:
-                found[-1], first = replace(found[-1], last=number + 1), number + 1
-            continue
-        if isinstance(statement, Compute):
-            found.append(Position(statement.op.key, first, number + 1))
-        else:
-            inner = copy_pieces(statement)
-            for copy in statement.copies:
-                for inside in inner:
-                    begin = first if copy == statement.copies.start and not inside.start else number
-                    name = piece_name(statement, copy, inside.start)
-                    found.append(Position(name, begin, number + 1, copy, inside))
-        first = number + 1
-    if found and first < len(statements):
-        found[-1] = replace(found[-1], last=len(statements))
-    return tuple(found)
+from passes.lower.loops import carried_before, part_of_copy, some_copies
+from passes.lower.positions import Position, made_by, ordered, positions
 
 
 def cut(
@@ -75,7 +36,7 @@ def cut(
     stages of the first one that hold each parameter, and each buffer that it updates.
 
     Raises PipelineError where the loss is not in the last stage, where a buffer that is updated belongs to several
-    stages, and where a stage reads what its `holders` are others.
+    stages, and where a stage reads what only other stages hold.
     """
     return _Cutter(stage, tuple(starts), flowing, mesh, holders or {}).stages()
 
@@ -106,87 +67,15 @@ def crossings(stage: Stage, flowing: frozenset[str], mesh: Mesh) -> tuple[Crossi
     return tuple(found)
 
 
-def keys_of_positions(stage: Stage) -> list[list[str]]:
-    """The keys of the ops of each position, in order."""
-    statements = _ordered(stage)
-    return [list(_keys(statements, piece)) for piece in positions(stage)]
-
-
-def _keys(statements: Sequence[Statement], piece: Position) -> Iterator[str]:
-    for statement in statements[piece.first : piece.last]:
-        if isinstance(statement, Compute):
-            yield statement.op.key
-        elif isinstance(statement, Loop) and piece.copy is not None:
-            yield from piece_keys(statement, piece.copy, piece.inside)
-
-
 def reads_of_positions(stage: Stage, flowing: frozenset[str], mesh: Mesh) -> list[set[str]]:
     """The names that the statements of each position read."""
     cutter = _Cutter(stage, tuple(range(1, len(positions(stage)))), flowing, mesh, {})
     return [set(_all_reads(code)) for code in cutter.code]
 
 
-def named_starts(stage: Stage, cuts: Sequence[str]) -> tuple[int, ...]:
-    """The numbers of the positions with the names `cuts`.
-
-    A mean over samples is a sum and a quotient in micro-batches, and one op in other programs: there a stage of the sum
-    alone is empty.
-
-    Raises PipelineError for a name that begins no position, and for names out of order.
-    """
-    names = [item.name for item in positions(stage)]
-    found: list[int] = []
-    whole_means = set[int]()
-    for name in cuts:
-        within = (at for at, other in enumerate(names) if other.startswith((f"{name}/", f"{name}.")))
-        number = names.index(name) if name in names else next(within, None)
-        if number is None and name.endswith(".sum") and name.removesuffix(".sum") in names:
-            number = names.index(name.removesuffix(".sum"))
-            whole_means.add(number)
-        if not number:
-            known = list(dict.fromkeys(item.name for item in positions(stage)[1:] if item.copy is not None))
-            raise PipelineError(
-                f"the cut {name!r} names no module or op that a stage can begin with"
-                + (f": take one of {', '.join(known[:3])}, …" if known else "")
-            )
-        if found and number <= found[-1] and not (number in whole_means and cuts[len(found) - 1] == f"{name}.sum"):
-            raise PipelineError(f"the cut {name!r} does not come after {cuts[len(found) - 1]!r}: give cuts in order")
-        found.append(number)
-    return tuple(found)
-
-
 def _origin(name: str) -> str:
     """The value before its redistributions and its copies."""
     return name.partition("~")[0]
-
-
-def in_order(stage: Stage) -> Stage:
-    """`stage` with the statements that only lay out an output right after the one that makes its source."""
-    return replace(stage, body=replace(stage.body, statements=tuple(_ordered(stage))))
-
-
-def _ordered(stage: Stage) -> list[Statement]:
-    """The statements of a stage in the order of `in_order`."""
-    statements = list(stage.body.statements)
-    read = {name for item in statements for name in item.reads}
-    sinks = [item for item in statements if isinstance(item, Redistribution) and item.result not in read]
-    makers = {name: item for item in statements for name in _made(item)}
-    moved = [item for item in sinks if item.source in makers]
-    kept = [item for item in statements if not any(item is other for other in moved)]
-    found: list[Statement] = []
-    for item in kept:
-        found.append(item)
-        found += [other for other in moved if makers[other.source] is item]
-    return found
-
-
-def _made(statement: Statement) -> tuple[str, ...]:
-    """The values of the surrounding code that a statement makes."""
-    if isinstance(statement, Compute):
-        return statement.op.results
-    if isinstance(statement, Redistribution):
-        return (statement.result,)
-    return tuple(name for _, names in statement.exports for name in names if name is not None)
 
 
 class _Cutter:
@@ -204,7 +93,7 @@ class _Cutter:
         self.flowing = flowing
         self.mesh = mesh
         self.holders = holders
-        self.statements = _ordered(stage)
+        self.statements = ordered(stage)
         self.types = dict(stage.body.types)
         self.layouts = dict(stage.body.layouts)
         stored = (*stage.program.parameters, *stage.program.buffers)
@@ -213,8 +102,8 @@ class _Cutter:
         pieces = positions(stage)
         bounds = (0, *starts, len(pieces))
         self.code = [self._piece(pieces[first:last]) for first, last in pairwise(bounds)]
-        self.makers = {name: item for code in self.code for item in code for name in _made(item)}
-        self.home = {name: at for at, code in enumerate(self.code) for item in code for name in _made(item)}
+        self.makers = {name: item for code in self.code for item in code for name in made_by(item)}
+        self.home = {name: at for at, code in enumerate(self.code) for item in code for name in made_by(item)}
         self.updates = self._updates()
         self.code = [self._with_again(at, code) for at, code in enumerate(self.code)]
         self.outputs = [self._outputs(at) for at in range(len(self.code))]
@@ -387,7 +276,7 @@ class _Cutter:
         """The names of the tensors that each stage sends to the next."""
         last_use: dict[str, int] = {}
         for at, code in enumerate(self.code):
-            made = {name for item in code for name in _made(item)}
+            made = {name for item in code for name in made_by(item)}
             for name in (name for item in code for name in item.reads):
                 if name in self.home and name not in made:
                     last_use[name] = at
@@ -462,7 +351,7 @@ class _Cutter:
         """The statements of a stage but those that only others read from, which run them again."""
         wanted, found = set(results), list[Statement]()
         for item in reversed(self.code[at]):
-            made = _made(item)
+            made = made_by(item)
             if not made or any(name in wanted for name in made) or isinstance(item, Loop):
                 found.append(item)
                 wanted.update(_all_reads([item]))

@@ -24,7 +24,7 @@ from transformers import (
 import autopar
 from autopar import Pipeline
 from autopar.testing import compare
-from passes.lower.stages import named_starts
+from passes.lower.positions import named_starts
 from passes.search.pipelines import staging
 from passes.search.pipelines.bounds import Narrowed, PipelineBounds
 from passes.search.pipelines.memory import StageMemory

@@ -17,8 +17,9 @@ from passes.ir.errors import PipelineError, PlanMismatchError
 from passes.ir.lowered import Lowered, Stage, only_stage
 from passes.ir.plan import ParameterPlan, Plan
 from passes.ir.work import Work
+from passes.lower.positions import named_starts, positions
 from passes.lower.recompute import recompute
-from passes.lower.stages import cut, named_starts, positions
+from passes.lower.stages import cut
 from passes.lower.units import fsdp_units
 from passes.record import decisions_of, layout_texts, record, record_stage
 from passes.solve import solve

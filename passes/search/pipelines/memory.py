@@ -17,7 +17,7 @@ import numpy as np
 
 from passes.cost.schedules import Held
 from passes.ir.arrays import Integers
-from passes.lower.stages import Position
+from passes.lower.positions import Position
 
 # Lines go through stages with so many copies of a loop or more: with fewer, FSDP units have none to gather ahead.
 _LEAST_COPIES = 3

@@ -28,8 +28,9 @@ from passes.ir.levels import is_mixed, level_items, level_of, pure
 from passes.ir.lowered import Loop, Lowered, Stage
 from passes.lower import finished, whole_code
 from passes.lower.loops import copy_pieces, part_of_copy
+from passes.lower.positions import positions
 from passes.lower.recompute import levels
-from passes.lower.stages import Crossing, crossings, cut, positions
+from passes.lower.stages import Crossing, crossings, cut
 from passes.search.found import MemorySimulator
 from passes.search.pipelines.bounds import PipelineBounds
 from passes.search.pipelines.cuts import Boundary, NotBetterError, best_cuts

@@ -14,7 +14,7 @@ from passes.cost.schedules import SCHEDULES, check_schedule
 from passes.ir.configuration import Staging
 from passes.ir.errors import InfeasibleError, PipelineError
 from passes.ir.levels import level_items, of_all
-from passes.lower.stages import named_starts
+from passes.lower.positions import named_starts
 from passes.search.found import Found, LoweredChoice, found_choice, lowered_choice
 from passes.search.pipelines.cuts import NotBetterError
 from passes.search.pipelines.levels import StageLevels

@@ -9,8 +9,9 @@ from passes.ir.errors import PipelineError
 from passes.ir.lowered import Compute, Loop, Stage
 from passes.ir.plan import Block
 from passes.lower.loops import copy_pieces, part_of_copy, piece_keys, piece_name
+from passes.lower.positions import named_starts, positions
 from passes.lower.same_stages import near_starts
-from passes.lower.stages import crossings, cut, named_starts, positions
+from passes.lower.stages import crossings, cut
 from passes.record import record_stage
 from passes.solve import solve
 from passes.solve.limits import Limits

@@ -10,8 +10,9 @@ from passes.ir.configuration import Configuration
 from passes.ir.decisions import FirstProgram
 from passes.ir.errors import PipelineError
 from passes.ir.lowered import Stage
+from passes.lower.positions import named_starts, positions
 from passes.lower.same_stages import cut_alike
-from passes.lower.stages import crossings, cut, named_starts, positions
+from passes.lower.stages import crossings, cut
 from passes.solve import solve
 from passes.solve.limits import Limits
 from tests.passes.helpers import mesh_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from passes.cost.schedules import Held
-from passes.lower.stages import Position
+from passes.lower.positions import Position
 from passes.search.pipelines.memory import StageMemory
 
 LAYERS = 24
