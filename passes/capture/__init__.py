@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from passes.capture.exporting import Exported, export, possible_constants
-from passes.capture.one_process import as_one_process
 from passes.capture.program import Symbols, program_of
+from passes.capture.ranks import as_one_process
 from passes.capture.setting import (
     autograd_functions_written,
     device_of,

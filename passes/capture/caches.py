@@ -51,8 +51,9 @@ def caches_kept(module: nn.Module) -> Iterator[None]:
     its modules are from: functions whose caches were added to forget them all; global variables, attributes of classes,
     variables of closures, and the dicts, lists and objects in these have what they had in place of one."""
     # Each owner and each container is kept, so that its id stays its own.
-    before = {id(owner): (owner, dict(vars(owner))) for owner in owners(module)}
-    containers, functions = _Containers(packages_of(module)), list[_Cached]()
+    packages = packages_of(module)
+    before = {id(owner): (owner, dict(vars(owner))) for owner in owners(packages)}
+    containers, functions = _Containers(packages), list[_Cached]()
     for _, values in before.values():
         functions += _functions(values.values())
     containers.add([value for _, values in before.values() for value in values.values()])
@@ -60,7 +61,7 @@ def caches_kept(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for owner in owners(module):
+        for owner in owners(packages):
             _, values = before.get(id(owner), (owner, {}))
             now = dict(vars(owner))
             if _is_changed(now.values(), values.values()):
@@ -173,9 +174,8 @@ def _is_foreign(name: str) -> bool:
     return file is not None and is_foreign(file)
 
 
-def owners(module: nn.Module) -> list[object]:
-    """The imported modules of the packages that `module` is from, and the classes that are defined in them."""
-    packages = packages_of(module)
+def owners(packages: Set[str]) -> list[object]:
+    """The imported modules of some packages, and the classes that are defined in them."""
     found: list[object] = []
     for name, imported in list(sys.modules.items()):
         if name.partition(".")[0] in packages:

@@ -32,6 +32,7 @@ from passes._torch import (
     without_function_modes,
     without_modes,
 )
+from passes.capture.ranks import refused_in
 from passes.ir.errors import CaptureError
 from passes.ir.program import TensorType, has_gradient
 from passes.ops import read, run
@@ -55,11 +56,14 @@ def properties_of(
 ) -> Properties:
     """The properties of a call with operands of these types; forward and backward are run on random data.
 
-    Raises CaptureError where they cannot be run, and where they do not give the same twice.
+    Raises CaptureError where they cannot be run, where they do not give the same twice, and where they ask for ranks or
+    communicate between them.
     """
     # Without the modes of the caller.
     with without_modes(), without_function_modes(), torch.enable_grad():
-        return _tried(function, arguments, operands, sizes, _followed(function, arguments, operands, sizes))
+        followed = _followed(function, arguments, operands, sizes)
+        with refused_in(function):
+            return _tried(function, arguments, operands, sizes, followed)
 
 
 # --- following operators ---------------------------------------------------------------------------------------------
@@ -198,12 +202,14 @@ def _followed(function: str, arguments: str, operands: tuple[TensorType, ...], s
     fakes = [_symbolic(type, mode) for type in operands]
     following = _Following(tuple(fakes[0].shape) if fakes else ())
     try:
-        with mode, following:
+        with mode, following, refused_in(function):
             results = run(fakes, function, arguments, sizes)
             flowing = [item for item in results if item.requires_grad]
             cotangents = [torch.empty_like(item) for item in flowing]
             following.gradients = {storage_id(item): item for item in cotangents}
             gradients = _gradients(flowing, fakes, cotangents)
+    except CaptureError:
+        raise
     except Exception:
         # It cannot be followed: it has a kernel of its own, or reads values.
         return Properties(False, False, following.drawn)
@@ -291,6 +297,8 @@ def _first(runner: _Runner, operands: tuple[TensorType, ...], function: str) -> 
         data = _fresh(types)
         try:
             return data, _outcome(runner, data)
+        except CaptureError:
+            raise
         except Exception as error:
             reason = error
     raise CaptureError(

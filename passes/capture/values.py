@@ -41,6 +41,7 @@ from passes._torch import (
     without_function_modes,
     without_modes,
 )
+from passes.capture.ranks import communicates
 from passes.capture.source import TORCH, Line, Loops, UntraceableError, line_of_frame, replaced, syntax_tree
 
 _Range = tuple[int, int, int, int]
@@ -182,10 +183,6 @@ def is_readable(tensor: Tensor) -> bool:
     return active is not None and active.is_readable(tensor)
 
 
-# Namespaces of torch's collectives.
-_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
-
-
 class Values(TorchDispatchMode):
     """Mode that propagates known values through operators.
 
@@ -224,12 +221,8 @@ class Values(TorchDispatchMode):
         Raises UnrolledError where the model loops too often, and UntraceableError where it calls a collective.
         """
         self.loops.note(sys._getframe(1))
-        if isinstance(function, OpOverload) and function.namespace in _COLLECTIVES:
-            raise UntraceableError(
-                f"it communicates between ranks by itself ({operator_name(function).strip('_')}), but a distributed "
-                "module computes what one device does with the whole batch: leave it out",
-                line_of_frame(sys._getframe(1)),
-            )
+        if (reason := communicates(function)) is not None:
+            raise UntraceableError(f"it {reason}", line_of_frame(sys._getframe(1)))
         with without_function_modes():
             return self._call(function, args, kwargs or {})
 

@@ -1,7 +1,9 @@
 """Autograd functions as people write them, whose backward is not the derivative of their forward."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import get_world_size
 
 Context = torch.autograd.function.FunctionCtx
 
@@ -187,3 +189,33 @@ class Counted(torch.autograd.Function):
     def backward(ctx: Context, *gradients: Tensor | None) -> Tensor | None:
         """Twice."""
         return None if gradients[0] is None else 2 * gradients[0]
+
+
+class Gathering(torch.autograd.Function):
+    """Does nothing; gradients are added up over ranks."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor) -> Tensor:
+        """As it is."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Tensor) -> Tensor:
+        """Summed."""
+        gradient = gradients[0].clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class Sharing(torch.autograd.Function):
+    """Does nothing; the gradient is divided by the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor) -> Tensor:
+        """As it is."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Tensor) -> Tensor:
+        """A part of it."""
+        return gradients[0] / get_world_size()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from passes.capture.functions import Properties, properties_of
 from passes.ir.errors import CaptureError
@@ -59,6 +60,23 @@ def test_what_is_no_function_of_its_arguments_is_refused() -> None:
     """Its results would be others in a program."""
     with pytest.raises(CaptureError, match="Counting does not give the same twice"):
         _known(custom.Counting, "(x0)", WIDE)
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (custom.Gathering, r"communicates between ranks by itself \(allreduce\)"),
+        (custom.Sharing, r"asks for ranks \(get_world_size\)"),
+    ],
+)
+def test_what_looks_at_ranks_is_refused(cls: type, reason: str) -> None:
+    """It runs on all ranks of a program, as it is."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(CaptureError, match=rf"custom:{cls.__name__} at .*custom.py:\d+ {reason}, but"):
+            _known(cls, "(x0)", WIDE)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_cannot_be_run_is_refused() -> None:
