@@ -7,7 +7,7 @@ ranks nor send anything.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import cast
 
@@ -43,7 +43,7 @@ _ANSWERS: Mapping[str, Callable[..., object]] = {
 }
 
 
-def as_one_process(module: nn.Module) -> ExitStack:
+def as_one_process(module: nn.Module) -> AbstractContextManager[None]:
     """A context within which there is no process group for this thread: the rank is 0 of 1, for any group. So a model
     neither guards collectives of its own by the number of ranks nor computes with that number.
 
@@ -52,7 +52,8 @@ def as_one_process(module: nn.Module) -> ExitStack:
     return _answered(_ANSWERS, packages_of(module))
 
 
-def _answered(answers: Mapping[str, Callable[..., object]], packages: Set[str]) -> ExitStack:
+@contextmanager
+def _answered(answers: Mapping[str, Callable[..., object]], packages: Set[str]) -> Iterator[None]:
     """A context with other functions in place of those of `torch.distributed`, also in modules of some packages."""
     functions = {id(getattr(distributed, name)): answer for name, answer in answers.items()}
     places: list[tuple[ModuleType, str, Callable[..., object]]] = [
@@ -62,10 +63,10 @@ def _answered(answers: Mapping[str, Callable[..., object]], packages: Set[str]) 
         if isinstance(owner, ModuleType):
             own = vars(owner).items()
             places += [(owner, name, functions[id(value)]) for name, value in own if id(value) in functions]
-    stack = ExitStack()
-    for place in places:
-        stack.enter_context(replaced(*place))
-    return stack
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(replaced(*place))
+        yield
 
 
 def communicates(function: object) -> str | None:

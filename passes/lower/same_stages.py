@@ -61,8 +61,8 @@ def _moved(starts: Sequence[int], reads: Sequence[set[str]], holders: Mapping[st
     held = [[holders[name] for name in names if name in holders] for names in reads]
     found: list[int] = []
     for number, start in enumerate(starts, 1):
-        before = [at for at, own in enumerate(held) if any(max(stages) < number for stages in own)]
-        after = [at for at, own in enumerate(held) if any(min(stages) >= number for stages in own)]
-        start = max(start, *(at + 1 for at in before[-1:]), *found[-1:])
-        found.append(min(start, *(at for at in after[:1])))
+        earlier = [at for at, own in enumerate(held) if any(max(stages) < number for stages in own)]
+        later = [at for at, own in enumerate(held) if any(min(stages) >= number for stages in own)]
+        least = max([1, *found[-1:], *(at + 1 for at in earlier[-1:])])
+        found.append(max(least, min([start, *later[:1]])))
     return tuple(found)

@@ -192,8 +192,8 @@ class _Cutter:
 
     @cached_property
     def users(self) -> dict[str, set[int]]:
-        """The stages that read each buffer that is updated, or make the value that it gets; such values that any stage
-        can compute do not count."""
+        """The stages that read each buffer that is updated, or compute its new value; a value that any stage can
+        compute does not count."""
         found: dict[str, set[int]] = {name: set() for name in self._updated}
         if not found:
             return found

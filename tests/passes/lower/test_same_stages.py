@@ -62,7 +62,7 @@ def first(**holders: tuple[int, ...]) -> FirstProgram:
 
 
 def test_stages_keep_their_parameters(whole: Stage) -> None:
-    """Where a cut lies elsewhere by its name, it is moved."""
+    """A cut that would part a stage from its parameters is moved."""
     for asked in ("second/linear", "third/linear"):
         for second in (0, 1):
             found = cut_alike(whole, [asked], first(first=(0,), second=(second,), third=(1,)), FLOWING, MESH)
@@ -76,6 +76,9 @@ def test_stages_that_cannot_keep_their_parameters_are_refused(whole: Stage) -> N
     """A copy of them would not be trained."""
     with pytest.raises(PipelineError, match=r"stage \d would read '\w+.weight', which is on stage \d in the model's"):
         cut_alike(whole, ["second/linear"], first(first=(1,), second=(0,)), FLOWING, MESH)
+    for holders in ({}, {"third.weight": (1,)}, {"third.weight": (0,)}):
+        with pytest.raises(PipelineError, match="the buffer 'seen' is updated"):
+            cut_alike(whole, ["third/linear"], FirstProgram((), {**holders, "count": (0,)}), FLOWING, MESH)
 
 
 def test_unread_parameters_stay_where_they_are(whole: Stage) -> None:
