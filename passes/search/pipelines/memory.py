@@ -8,7 +8,7 @@ any case.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Protocol
@@ -50,11 +50,20 @@ class _Known:
 
 class StageMemory:
     """The peaks of the stages of one program in `positions`: `simulate` gives those of the positions from a first to a
-    last one (exclusive). `asked` counts its calls."""
+    last one (exclusive). `asked` counts its calls. At most `crossing` bytes of a micro-batch are sent from one stage to
+    the next, and messages of so many micro-batches are held at most."""
 
-    def __init__(self, positions: Sequence[Position], simulate: Callable[[int, int], Peaks]) -> None:
+    def __init__(
+        self,
+        positions: Sequence[Position],
+        simulate: Callable[[int, int], Peaks],
+        crossing: float = float("inf"),
+        messages: int = 0,
+    ) -> None:
         self.positions, self.simulate = positions, simulate
+        self.crossing, self.messages = crossing, messages
         self.asked = 0
+        self._whole: Peaks | None = None
         self._known: dict[tuple[bool, bool], dict[Code, _Known]] = {}
         numbers: dict[Hashable, int] = {}
         pieces = (item.name if item.copy is None else (item.last, item.inside) for item in positions)
@@ -68,11 +77,34 @@ class StageMemory:
             return most - limit
         if least > limit:
             return least - limit
-        return self._simulated(first, last).bytes_with(held) - limit
+        most = self._most(held, limit)
+        return (most if most <= limit else self._simulated(first, last).bytes_with(held)) - limit
 
     def near_excess(self, first: int, last: int, held: Sequence[Held], limit: float) -> float:
-        """The bytes by which a stage exceeds `limit`, by `near_bytes`."""
-        return self.near_bytes(first, last, held) - limit
+        """The bytes by which a stage exceeds `limit`, by `near_bytes`; an upper bound on them where all stages fit."""
+        most = self._most(held, limit)
+        return (most if most <= limit else self.near_bytes(first, last, held)) - limit
+
+    def all_fit(self, held: Iterable[Sequence[Held]], limit: float) -> bool:
+        """Whether every stage is known to fit, whichever of these micro-batches it holds."""
+        return all(self._most(each, limit) <= limit for each in held)
+
+    def _most(self, held: Sequence[Held], limit: float) -> float:
+        """An upper bound on the peak of any stage (bytes); infinite as long as no stage is known that is as small a
+        part of `limit` as of the program."""
+        if self._whole is None:
+            sizes = (
+                each.peaks.bytes_with(held) / len(code)
+                for known in self._known.values()
+                for code, each in known.items()
+            )
+            if self.crossing == float("inf") or min(sizes, default=float("inf")) * len(self.positions) > limit:
+                return float("inf")
+            self.asked += 1
+            self._whole = self.simulate(0, len(self.positions))
+        # It holds what it received until its backward pass is over, and a tensor and a gradient pass its ends.
+        passing = max(each.saved for each in held) + self.messages + 2
+        return self._whole.bytes_with(held) + passing * self.crossing
 
     def near_bytes(self, first: int, last: int, held: Sequence[Held]) -> float:
         """An estimate of the peak of a stage (bytes): linear in its pieces of copies of loops, from others with the

@@ -157,11 +157,21 @@ class StagedProgram:
     def memory_of(self, configuration: Configuration) -> StageMemory:
         """The memory of stages; that of schedules is the same which compute gradients of weights alike, and hold as
         many messages."""
-        found = StageMemory(self.positions, partial(self._peaks, configuration))
         pipeline = configuration.pipeline
         messages = messages_held(pipeline.schedule, pipeline.ranks, configuration.micro_batches)
         key = pipeline.splits, messages, level_items(configuration.recompute)
-        return self._memory.setdefault(key, found)
+        if key not in self._memory:
+            crossing = max((each.bytes for each in self._sent), default=0)
+            peaks = partial(self._peaks, configuration)
+            self._memory[key] = StageMemory(self.positions, peaks, crossing, sum(messages))
+        return self._memory[key]
+
+    def needs_no_recompute(self, pipeline: Staging) -> bool:
+        """Whether no level recomputes anything, and every stage is known to fit so."""
+        levels_of_all = set(self.recompute.values())
+        held = held_in(pipeline, self.choice.solution.configuration.micro_batches)
+        memory = self.memory_of(self.configured(pipeline))
+        return levels_of_all <= {"none"} and memory.all_fit(held, self.memory_limit(pipeline))
 
     def in_equal_stages(self, pipeline: Staging) -> list[Phases]:
         """The seconds of each position with the levels of recompute of the choice, of those that some stages recompute

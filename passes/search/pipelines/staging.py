@@ -82,7 +82,10 @@ def staged(program: StagedProgram, pipeline: Staging, limit_s: float) -> tuple[F
         refused = error
     except NotBetterError:
         # Stages with less recompute may be.
-        pass
+        if program.needs_no_recompute(pipeline):
+            raise
+    if starts and program.needs_no_recompute(pipeline):
+        return _fastest(program, [_lowered(program, pipeline, starts[0], ())], limit_s), True
     try:
         return _fastest(program, _trimmed(program, pipeline, starts, limit_s), limit_s), refused is None
     except NotBetterError:

@@ -129,3 +129,46 @@ def test_stages_that_begin_within_a_layer_are_others():
     held = plain(1)[0]
     assert [memory.excess(first, first + 8, held, 0.0) for first in (1, 2, 3, 4)] == [8.0, 17.0, 8.0, 17.0]
     assert memory.asked == 2
+
+
+CROSSING, MESSAGES = 3.0, 1
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes of `Peaks`, with those of messages at the ends of a stage within the program."""
+
+    first: int
+    last: int
+
+    def bytes_with(self, held: Sequence[Held]) -> float:
+        """The most bytes."""
+        ends = (self.first > 0) * max(each.saved for each in held) + (self.last < len(POSITIONS)) * (MESSAGES + 1)
+        return peak(self.first, self.last, held) + CROSSING * ends
+
+
+def test_all_stages_fit_where_the_program_does():
+    """With the bytes that stages hold of each other. Nothing is simulated once the program was."""
+    for held in (*plain(1, 4), *APART):
+        whole = Sent(0, len(POSITIONS)).bytes_with(held) + CROSSING * (max(each.saved for each in held) + MESSAGES + 2)
+        memory = StageMemory(POSITIONS, Sent, CROSSING, MESSAGES)
+        for first in range(0, len(POSITIONS), 3):
+            for last in range(first + 1, len(POSITIONS) + 1, 2):
+                found = memory.excess(first, last, held, whole), memory.near_excess(first, last, held, whole)
+                assert 0.0 >= max(found) >= min(found) >= Sent(first, last).bytes_with(held) - whole
+        assert memory.asked < 20
+        assert memory.all_fit([held], whole)
+        assert not memory.all_fit([held], whole - 1.0)
+
+
+def test_a_program_that_is_too_large_is_not_simulated():
+    """Not where no stage is as small a part of the limit as of the program; nor where nobody says what crosses."""
+    held = plain(4)[0]
+    memory = StageMemory(POSITIONS, Sent, CROSSING, MESSAGES)
+    limit = 2 * max(Sent(first, first + 6).bytes_with(held) for first in (0, 6, len(POSITIONS) - 6))
+    for first in (0, 6, len(POSITIONS) - 6):
+        assert memory.excess(first, first + 6, held, limit) <= 0
+    assert memory.asked == 3
+    alone = StageMemory(POSITIONS, Sent)
+    assert alone.excess(1, 7, held, 1e9) <= 0
+    assert (alone.asked, alone.all_fit([held], 1e9)) == (1, False)
