@@ -366,6 +366,30 @@ def _micro_batches(stored: Mapping[str, str]) -> tuple[dict[str, float], list[in
     return both.errors, pending, [str(item.message) for item in caught]
 
 
+def _held_before_other_sizes(stored: Mapping[str, str]) -> tuple[dict[str, float], list[int]]:
+    both, pending = Both((2,), stored=stored), []
+    # A last batch that ranks cannot share: each reads the parameters as they are stored.
+    (both.data[1],) = batches(1, rows=7)
+    for numbers in ((0, 1), (0, 1, 2), (0, 2, 1), (1, 0)):
+        with both.dist_model.holding_gradients():
+            both.backward(*numbers[:-1])
+            pending.append(both.pending())
+        both.backward(numbers[-1])
+        pending.append(both.pending())
+        both.step()
+        both.each("zero", ZEROING["optimizer, none"])
+    return both.errors, pending
+
+
+def test_held_gradients_before_batches_of_other_sizes() -> None:
+    """Gradients are accumulated up to an uneven last batch, whose program has no FSDP units: what they hold is reduced
+    before it adds to it."""
+    for errors, pending in each_way(_held_before_other_sizes):
+        assert max(errors.values()) <= 1e-11, errors
+        assert pending[1::2] == [0] * 4
+        assert pending[0] > 0
+
+
 @pytest.mark.long
 def test_holding_around_micro_batches() -> None:
     """Gradients are held back around calls with micro-batches, which hold them, too; exceptions in them are caught."""

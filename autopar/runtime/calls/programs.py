@@ -92,7 +92,7 @@ class Programs:
         other_sizes: OtherSizes,
     ) -> None:
         self._root = root
-        self._parameters = LocalParameters(root)
+        self._parameters = LocalParameters(root, self._reduce_held)
         self._mesh = mesh
         self._device = device
         self._random = random
@@ -155,6 +155,10 @@ class Programs:
         if not loaded.program.stages:
             stages = {0: self._stage(loaded, self._managers[0])}
         return RunnableProgram(loaded.program, stages, None if loaded.totals is None else self._totals(loaded.totals))
+
+    def _reduce_held(self, parameter: nn.Parameter) -> None:
+        for manager in self._managers.values():
+            manager.reduce_held(parameter)
 
     def _totals(self, loaded: LoadedProgram) -> Totals:
         # They read no parameters.

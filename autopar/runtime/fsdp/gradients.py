@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import DTensorSpec, as_distributed, local_tensor, post_accumulate_hooks, spec_of, tensor_hooks
 from autopar.runtime.fsdp._torch import GatheredParameter
-from autopar.runtime.fsdp.turns import Transfer, Turn, transfer_batch
+from autopar.runtime.fsdp.turns import Transfer, Turn, transfer_batch, way_between
 from autopar.runtime.state import from_local, mesh_of, placements
 from passes._torch import parameters_of, version_of
 from passes.ir.errors import InputError, UnsupportedError
@@ -265,6 +265,17 @@ class UnitGradients:
                 seen.grad_dtype = None
             seen.grad = self._distributed(gradient, item.pending, item.shape)
             self._pending = True
+
+    def reduce_held(self, parameter: nn.Parameter) -> None:
+        """Reduce the gradient of a parameter that is held back, if it is. Collective over the mesh."""
+        for number, item in enumerate(self.parameters):
+            gradient = parameter.grad
+            if self.seen(number) is not parameter or not isinstance(gradient, DTensor):
+                continue
+            if gradient.placements == placements(item.pending, self._shape) != spec_of(parameter).placements:
+                way = way_between(self._mesh, item.pending, item.layout, item.shape)
+                part = way.through(part_of(gradient)).to(parameter.dtype)
+                parameter.grad = as_distributed(part, spec_of(parameter))
 
     def take_over(self, number: int, kept: Tensor) -> None:
         """Hand over the reduced gradient that a unit has left in `.grad` of what it stores; that of a copy in another

@@ -14,7 +14,7 @@ that the parameters have, so that autograd adds to these in place, and ends by h
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 
@@ -42,6 +42,8 @@ from passes.ir.errors import InputError, UnsupportedError
 
 # The parts of the model as generated code sees them: leaves are attributes of theirs.
 View = object
+# Reduces the gradient of a parameter that is held back. Collective over the mesh.
+ReduceHeld = Callable[[nn.Parameter], None]
 
 
 @dataclass(eq=False)
@@ -89,11 +91,14 @@ class _Leaf:
             self.version = version
             increment_version(self.tensor)
 
-    def begin_backward(self) -> None:
-        """Give the leaf the gradient of the parameter, so that autograd adds to it."""
+    def begin_backward(self, reduce_held: ReduceHeld) -> None:
+        """Give the leaf the gradient of the parameter, so that autograd adds to it; one that an FSDP unit has held back
+        is reduced before."""
         parameter, tensor = self.parameter, self.tensor
         if version_of(parameter) != self.version:
             self.take_version()
+        if isinstance(parameter.grad, DTensor) and parameter.grad.placements != self.spec.placements:
+            reduce_held(parameter)
         gradient = parameter.grad
         refuse_held_back(self.path, gradient, self.spec)
         tensor.grad = None if gradient is None else local_tensor(gradient)
@@ -141,9 +146,10 @@ class _Leaf:
 
 
 class LocalParameters:
-    """The leaves of all parameters of a model."""
+    """The leaves of all parameters of a model; `reduce_held` reduces gradients that FSDP units have held back."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, reduce_held: ReduceHeld) -> None:
+        self.reduce_held = reduce_held
         found: dict[int, _Leaf] = {}
         self._paths: dict[str, _Leaf] = {}
         for table, name, path in places_of(root):
@@ -193,7 +199,7 @@ class LocalParameters:
         for leaf in leaves:
             if leaf not in self._begun:
                 self._begun[leaf] = None
-                leaf.begin_backward()
+                leaf.begin_backward(self.reduce_held)
         return is_computed_in_backward(self._node_of_always)
 
     def _end_backward(self) -> None:
@@ -301,7 +307,7 @@ class ReadParameters:
         """Context in which gradients of the leaves are accumulated outside of a backward pass of the program."""
         begun = [leaf for leaf in self._leaves if leaf.tensor.requires_grad]
         for leaf in begun:
-            leaf.begin_backward()
+            leaf.begin_backward(self._all.reduce_held)
         yield
         for leaf in begun:
             leaf.end_backward()

@@ -21,13 +21,12 @@ from torch.distributed.tensor import Shard
 from autopar.runtime.fsdp import _torch as fsdp
 from autopar.runtime.fsdp.gradients import OwnPart, UnitGradients, UnitParameter
 from autopar.runtime.fsdp.reductions import BackwardPasses, Reductions
-from autopar.runtime.fsdp.turns import Turn, Way, transfer_all
+from autopar.runtime.fsdp.turns import Turn, transfer_all, way_between
 from autopar.runtime.fsdp.units import ParameterGroup, PartView
 from autopar.runtime.ranks.groups import axes_group, data_mesh
-from autopar.runtime.state import axis_along, mesh_of
-from passes.ir.layout import Layout, Shape, whole_shape
+from autopar.runtime.state import mesh_of
+from passes.ir.layout import Layout, whole_shape
 from passes.ir.lowered import FSDPUnit, FSDPUnits
-from passes.ir.redistribution import redistribution
 
 T = TypeVar("T")
 
@@ -131,18 +130,13 @@ class FSDPManager:
                     gathered,
                     parts[name].requires_grad,
                     Turn(
-                        self._way(stored[name], kept[name], shapes[name], compute),
-                        self._way(kept[name], stored[name], shapes[name], reduce or compute),
+                        way_between(self._mesh, stored[name], kept[name], shapes[name], compute),
+                        way_between(self._mesh, kept[name], stored[name], shapes[name], reduce or compute),
                     ),
                 )
             )
             for number, ((name, dim), gathered) in enumerate(members)
         }
-
-    def _way(self, source: Layout, target: Layout, shape: Shape, dtype: torch.dtype | None) -> Way:
-        """The way of a part from one layout to another."""
-        steps = redistribution(source, target, shape, self._shape)
-        return Way(tuple((axis_along(self._mesh, step.span), step.source, step.target) for step in steps), dtype)
 
     def bind(self, root: nn.Module) -> None:
         """Find in `root` the parameters that users see, which take the gradients and provide the values."""
@@ -243,6 +237,11 @@ class FSDPManager:
             raise
         self._gradients.settle()
         self._gradients.end_held_backward()
+
+    def reduce_held(self, parameter: nn.Parameter) -> None:
+        """Reduce the gradient of a parameter that is held back, if it is: a program without its unit adds to it.
+        Collective over the mesh."""
+        self._gradients.reduce_held(parameter)
 
     def reduce_gradients(self) -> None:
         """Reduce all gradients that are held back. All ranks of the mesh call it alike."""

@@ -9,16 +9,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.generated.collectives import Exchanged, exchange, run_change
-from autopar.runtime.state import Axis
+from autopar.runtime.state import Axis, axis_along, mesh_of
 from passes.ir.exchanges import batches
-from passes.ir.layout import Placement
+from passes.ir.layout import Layout, Placement, Shape
+from passes.ir.redistribution import redistribution
 
 
 @dataclass(frozen=True)
 class Way:
-    """The all-to-alls of a part of a parameter: axis, placement before, placement after. It is sent in `dtype` (None:
+    """The collectives for a part of a parameter: axis, placement before, placement after. It is sent in `dtype` (None:
     its own)."""
 
     steps: tuple[tuple[Axis, Placement, Placement], ...] = ()
@@ -36,6 +38,14 @@ class Way:
         rank sends."""
         dtype = self.dtype or part.dtype
         return (tuple(axis.name for axis, _, _ in self.steps), dtype), part.numel() * dtype.itemsize
+
+
+def way_between(
+    mesh: DeviceMesh, source: Layout, target: Layout, shape: Shape, dtype: torch.dtype | None = None
+) -> Way:
+    """The way of a part of a tensor of this global shape from one layout to another. Collective over the mesh."""
+    steps = redistribution(source, target, shape, mesh_of(mesh))
+    return Way(tuple((axis_along(mesh, step.span), step.source, step.target) for step in steps), dtype)
 
 
 @dataclass(frozen=True)
