@@ -390,6 +390,29 @@ def test_held_gradients_before_batches_of_other_sizes() -> None:
         assert pending[0] > 0
 
 
+def _held_then_frozen(stored: Mapping[str, str]) -> tuple[dict[str, float], int]:
+    both = Both((2,), stored=stored)
+    name = next(iter(dict(both.model.named_parameters())))
+    with both.dist_model.holding_gradients():
+        both.backward(0)
+        both.each("freeze", lambda model, _: model.get_parameter(name).requires_grad_(False))
+        both.backward(1)
+    both.backward(2)
+    pending = both.pending()
+    both.step()
+    both.each("unfreeze", lambda model, _: model.get_parameter(name).requires_grad_(True))
+    both.backward(3)
+    both.step()
+    return both.errors, pending
+
+
+def test_parameters_that_are_frozen_while_gradients_are_held() -> None:
+    """They keep the gradients that they have, and get no others."""
+    for errors, pending in each_way(_held_then_frozen):
+        assert max(errors.values()) <= 1e-11, errors
+        assert pending == 0
+
+
 @pytest.mark.long
 def test_holding_around_micro_batches() -> None:
     """Gradients are held back around calls with micro-batches, which hold them, too; exceptions in them are caught."""

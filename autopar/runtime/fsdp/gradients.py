@@ -215,7 +215,8 @@ class UnitGradients:
         self._versions = versions
 
     def begin_backward(self, holding: bool) -> bool:
-        """Move gradients that are not reduced from `.grad` into the units; returns whether there were any.
+        """Move gradients that are not reduced from `.grad` into the units, but reduce those of parameters that were
+        frozen since; returns whether any were moved.
 
         Raises InputError if gradients are held back of a parameter with tensor hooks.
         """
@@ -232,7 +233,12 @@ class UnitGradients:
         for number, item in enumerate(self.parameters):
             seen = self.seen(number)
             pending = placements(item.pending, self._shape)
-            if isinstance(seen.grad, DTensor) and seen.grad.placements == pending:
+            if not isinstance(seen.grad, DTensor) or seen.grad.placements != pending:
+                continue
+            if not seen.requires_grad:
+                # It was frozen since: nothing is added to what it has.
+                self.reduce_held(seen)
+            else:
                 item.unreduced.give_gradient(part_of(seen.grad))
                 seen.grad = None
                 moved = True
