@@ -832,3 +832,33 @@ def test_a_rank_that_stands_still_ends_the_others(tmp_path: Path) -> None:
     """By the timeout, with an error that names it: also the first stage, which it sends nothing to."""
     run_ranks(_lost, 3, signal.SIGSTOP, tmp_path)
     _check_lost(tmp_path, 3)
+
+
+# --- gradients that are reduced after the schedule --------------------------------------------------------------------
+
+
+def _reduced_at_the_end() -> tuple[float, Ended]:
+    torch.manual_seed(0)
+    model = llama().double()
+    stock = copy.deepcopy(model)
+    with LiftFloat32(torch.float64):
+        options = {"pipeline": autopar.Pipeline(schedule="zb_h1"), "micro_batches": 2, "zero": 3}
+        module = in_stages(model, 2, 2, inputs=tokens(4), **options)
+        # Micro-batches of one sample, which ranks cannot share, so that no FSDP unit runs before those of two do.
+        for rows in (2, 4):
+            module.forward_backward(**tokens(rows))
+            stock(**tokens(rows)).loss.backward()
+    found = gradient_error(module, stock)
+    failing = dist.get_rank() >= 2
+    with mock.patch.object(FSDPManager, "reduce_gradients", side_effect=OSError("no links") if failing else None):
+        return found, ended(lambda: module.forward_backward(**tokens(4)))
+
+
+@pytest.mark.long
+def test_gradients_that_are_reduced_after_the_schedule() -> None:
+    """They are those of one device, also where another size than the planned one comes first; an exception while they
+    are reduced is raised on all ranks at once."""
+    found = run_ranks(_reduced_at_the_end, 4, timeout=300)
+    assert max(error for error, _ in found) <= 1e-9
+    for rank, (_, (kind, message)) in enumerate(found):
+        assert "no links" in message, (rank, kind, message)

@@ -248,7 +248,8 @@ class FSDPManager:
         root = self._whole()
         self._gradients.begin_backward(False)
         self._reductions.begin_backward(False)
-        if root is not None:
+        # Units that have not run yet, as where other sizes come first, have none.
+        if root is not None and self._has_run:
             fsdp.reduce_gradients(root)
         self._gradients.end_reduced_backward()
         self._reductions.end_backward()

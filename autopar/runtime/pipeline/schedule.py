@@ -336,8 +336,7 @@ class ScheduledStages:
             if self._messages is not None:
                 self._messages.finish()
             if batches.error is None:
-                for stage in self._stages:
-                    stage.end()
+                self._end(batches)
         finally:
             for stage in self._stages:
                 stage.begin(_NONE)
@@ -347,6 +346,14 @@ class ScheduledStages:
             return {}, batches.error
         found = {number: [leaves[place] for place in range(len(inputs))] for number, leaves in batches.leaves.items()}
         return found, None
+
+    def _end(self, batches: Batches) -> None:
+        try:
+            for stage in self._stages:
+                stage.end()
+        except Exception as error:
+            # Other ranks are told of it.
+            batches.error = error
 
 
 def _sent_messages(schedule: str, ranks: PipelineRanks, count: int) -> SentMessages | None:
