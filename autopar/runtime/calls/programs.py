@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ class Programs:
         other_sizes: OtherSizes,
     ) -> None:
         self._root = root
-        self._parameters = LocalParameters(root, self._reduce_held)
+        self._parameters = LocalParameters(root, partial(_reduce_held, managers))
         self._mesh = mesh
         self._device = device
         self._random = random
@@ -156,10 +157,6 @@ class Programs:
             stages = {0: self._stage(loaded, self._managers[0])}
         return RunnableProgram(loaded.program, stages, None if loaded.totals is None else self._totals(loaded.totals))
 
-    def _reduce_held(self, parameter: nn.Parameter) -> None:
-        for manager in self._managers.values():
-            manager.reduce_held(parameter)
-
     def _totals(self, loaded: LoadedProgram) -> Totals:
         # They read no parameters.
         instance = self._stage(loaded, next(iter(self._managers.values()))).instance
@@ -176,6 +173,11 @@ class Programs:
         axes = axes_of(self._mesh, sorted(program.spans))
         instance = loaded.kind(view, axes, self._device, constants, self._random, groups, around)
         return RunnableStage(program, instance, parameters, manager)
+
+
+def _reduce_held(managers: Mapping[int, FSDPManager], parameter: nn.Parameter) -> None:
+    for manager in managers.values():
+        manager.reduce_held(parameter)
 
 
 def _serves(program: GeneratedProgram, call: BoundCall, count: int) -> bool:
