@@ -837,7 +837,7 @@ def test_a_rank_that_stands_still_ends_the_others(tmp_path: Path) -> None:
 # --- gradients that are reduced after the schedule --------------------------------------------------------------------
 
 
-def _reduced_at_the_end() -> tuple[float, Ended]:
+def _reduced_at_the_end() -> tuple[float, bool, Ended]:
     torch.manual_seed(0)
     model = llama().double()
     stock = copy.deepcopy(model)
@@ -848,17 +848,30 @@ def _reduced_at_the_end() -> tuple[float, Ended]:
         for rows in (2, 4):
             module.forward_backward(**tokens(rows))
             stock(**tokens(rows)).loss.backward()
-    found = gradient_error(module, stock)
+        found = gradient_error(module, stock)
+        module.zero_grad()
+        with module.holding_gradients():
+            module.forward_backward(**tokens(4))
+        gradients = [item.grad for item in module.parameters()]
+        held = any(isinstance(item, DTensor) and item.placements[0].is_partial() for item in gradients)
+        # What is held back is in `.grad`, and nowhere else.
+        module.zero_grad()
+        module.forward_backward(**tokens(4))
+        stock.zero_grad()
+        stock(**tokens(4)).loss.backward()
     failing = dist.get_rank() >= 2
+    found = max(found, gradient_error(module, stock))
     with mock.patch.object(FSDPManager, "reduce_gradients", side_effect=OSError("no links") if failing else None):
-        return found, ended(lambda: module.forward_backward(**tokens(4)))
+        return found, held, ended(lambda: module.forward_backward(**tokens(4)))
 
 
 @pytest.mark.long
 def test_gradients_that_are_reduced_after_the_schedule() -> None:
-    """They are those of one device, also where another size than the planned one comes first; an exception while they
-    are reduced is raised on all ranks at once."""
+    """They are those of one device, also where another size than the planned one comes first; within
+    `holding_gradients` they are held back in `.grad`; an exception while they are reduced is raised on all ranks at
+    once."""
     found = run_ranks(_reduced_at_the_end, 4, timeout=300)
-    assert max(error for error, _ in found) <= 1e-9
-    for rank, (_, (kind, message)) in enumerate(found):
+    assert max(error for error, *_ in found) <= 1e-9
+    assert all(held for _, held, _ in found)
+    for rank, (*_, (kind, message)) in enumerate(found):
         assert "no links" in message, (rank, kind, message)

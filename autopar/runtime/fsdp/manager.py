@@ -244,7 +244,10 @@ class FSDPManager:
         self._gradients.reduce_held(parameter)
 
     def reduce_gradients(self) -> None:
-        """Reduce all gradients that are held back. All ranks of the mesh call it alike."""
+        """Reduce all gradients that are held back; within `holding_gradients` they stay so. All ranks of the mesh call
+        it alike."""
+        if self._backward.holding:
+            return
         root = self._whole()
         self._gradients.begin_backward(False)
         self._reductions.begin_backward(False)
