@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.loading import load
 from autopar.models.info import ModelInfo, frozen, structure_of, tracing
 from autopar.planner import PlannedModel, plan_program
-from autopar.plans.programs import PlannedProgram
+from autopar.plans.programs import PlannedProgram, undivided
 from autopar.request import Request
 from autopar.runtime import GeneratedProgram, LoadedProgram
 from autopar.runtime.calls.inputs import tensors_among
@@ -24,13 +24,16 @@ from autopar.runtime.ranks.agreement import from_first, together
 from passes.capture import capture, capture_symbolic, device_of
 from passes.clock import Clock
 from passes.cost.cluster import GIB
+from passes.cost.schedules import check_schedule
 from passes.dynamic_shapes.specialize import specialize
+from passes.ir.configuration import Staging
 from passes.ir.decisions import Decided, Decisions
-from passes.ir.errors import AutoparError, CaptureError, InputError
+from passes.ir.errors import AutoparError, CaptureError, InputError, MicroBatchError, PipelineError
 from passes.ir.layout import I, Shape
 from passes.ir.leaves import Inputs, input_leaves, map_leaves
 from passes.ir.log import logger
 from passes.ir.program import Program, Symbolic
+from passes.micro_batches import batch_size, nearest_count
 from passes.normalize import normalize
 from passes.search.restrict import unsplit
 
@@ -202,9 +205,11 @@ class _Planner:
             program, request = frozen(program), replace(request, objective=name)
         # Parameters that no planned program reads are stored whole.
         whole = (I,) * len(request.mesh.sizes)
-        configuration = replace(record.configuration(request.mesh), micro_batches=wanted.count)
+        configuration = record.configuration(request.mesh)
         if wanted.count == 1:
-            configuration = configuration.in_sequence()
+            configuration = replace(configuration, micro_batches=1).in_sequence()
+        else:
+            configuration = replace(configuration, micro_batches=self._count(program, wanted, configuration.pipeline))
         decisions = Decisions(
             configuration,
             strategies=planned.decided[name],
@@ -223,7 +228,42 @@ class _Planner:
             )
         for sentence in _whole(planned.decided[name], found):
             logger.warning("at these sizes %s", sentence)
+        if wanted.count > 1 and found.source.micro_batches is None:
+            return replace(found.source, micro_batches=undivided(found.source))
         return found.source
+
+    def _count(self, program: Program, wanted: Wanted, pipeline: Staging) -> int:
+        """The number of micro-batches for the batch of a program, near to that of the plan.
+
+        Raises MicroBatchError where the schedule runs none of the numbers that divide the batch.
+        """
+        planned = batch_size(item.type.shape for item in self.planned.programs[wanted.name].inputs)
+        batch = batch_size(item.type.shape for item in program.inputs)
+        count = nearest_count(batch, wanted.count, planned // wanted.count, partial(_suits, pipeline))
+        if count is None:
+            raise MicroBatchError(
+                f"a batch of {batch} cannot be cut into micro-batches that the schedule {pipeline.schedule} runs in "
+                f"{pipeline.stages} stages: pad it with samples whose labels are ignored, or leave it out"
+            )
+        if count != wanted.count:
+            logger.warning(
+                "at these sizes the batch of %d goes through %d micro-batches: the planned %d do not divide it",
+                batch,
+                count,
+                wanted.count,
+            )
+        return count
+
+
+def _suits(pipeline: Staging, count: int) -> bool:
+    """Whether the schedule of a pipeline runs so many micro-batches."""
+    if pipeline.stages == 1:
+        return True
+    try:
+        check_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages, count)
+    except PipelineError:
+        return False
+    return True
 
 
 def _whole(before: Mapping[str, Decided], found: PlannedProgram) -> Iterator[str]:

@@ -106,7 +106,7 @@ def generated_program(
 
 
 def undivided(program: GeneratedProgram) -> MicroBatching | None:
-    """The batch in one piece, for a program in stages; None where its output has no loss."""
+    """The batch as a single micro-batch; None where the output of the program has no loss."""
     scalars = [number for number, item in enumerate(program.outputs) if item.layout is not None and not item.shape]
     named = [number for number in scalars if program.outputs[number].name == "loss"]
     if not named and len(scalars) != 1:

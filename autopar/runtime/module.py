@@ -310,7 +310,8 @@ class DistributedModule(Initializable, CalledPart):
         """Run forward and backward on the global batch: returns the output with the loss, and adds to `.grad`.
 
         The batch goes through the planned number of micro-batches, whose losses and gradients add up to those of the
-        whole batch; then the output is without gradient. A batch of another size is cut into as many.
+        whole batch; then the output is without gradient. A batch of another size is cut into as many. Where
+        these do not divide it, it is cut into another number, with a warning.
 
         In pipeline stages it is the only way to gradients. Then the output's tensors with dims are None on the ranks of
         other stages than the one that computes them, unless the plan has `outputs="full"`; the loss is on all.

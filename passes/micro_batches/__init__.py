@@ -16,7 +16,7 @@ own samples and averaged over them, where that is asked for (`draft`).
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -124,6 +124,24 @@ def check_divides(batch: int, count: int) -> None:
         raise MicroBatchError(
             f"a batch of {batch} cannot be cut into {count} micro-batches: choose a number that divides it"
         )
+
+
+def divisors(batch: int) -> list[int]:
+    """The numbers of micro-batches that a batch divides into, in ascending order."""
+    return [count for count in range(1, batch + 1) if batch % count == 0]
+
+
+def nearest_count(batch: int, planned: int, samples: int, suits: Callable[[int], bool]) -> int | None:
+    """The number of micro-batches for a `batch` of another size than the plan's, which has `planned` micro-batches of
+    `samples` samples.
+
+    It is `planned` where that divides the batch. Otherwise it is a divisor that `suits` accepts: the smallest one whose
+    micro-batches have at most `samples` samples or, failing that, the largest one. None where it accepts none.
+    """
+    if batch % planned == 0:
+        return planned
+    accepted = list(filter(suits, divisors(batch)))
+    return next((count for count in accepted if count * samples >= batch), max(accepted, default=None))
 
 
 def batch_size(shapes: Iterable[Shape]) -> int:

@@ -10,7 +10,7 @@ from passes.ir.levels import Level, is_mixed, level_items, level_of, over
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.lower.recompute import levels
-from passes.micro_batches import batch_size
+from passes.micro_batches import batch_size, divisors
 from passes.search.space import Space
 
 # The pipelines that may be chosen.
@@ -28,7 +28,7 @@ def micro_batch_counts(space: Space, program: Program) -> Iterator[int]:
         yield space.micro_batches or 1
         return
     batch = batch_size(item.type.shape for item in program.inputs)
-    yield from (count for count in range(1, batch + 1) if batch % count == 0)
+    yield from divisors(batch)
 
 
 def limited_configurations(space: Space, mesh: Mesh, count: int, folded: Folded) -> Iterator[Configuration]:

@@ -136,11 +136,12 @@ def _lifted_steps(text: str) -> dict[str, float]:
     model(**first).loss.backward()
     errors["gradients of parts"] = _worst_gradient(module, model)
     errors["call"] = _off(module(**first).logits, model(**first).logits)
-    try:
-        module.forward_backward(**{name: leaf[:3] for name, leaf in first.items()})
-        errors["indivisible"] = 1.0
-    except InputError as error:
-        errors["indivisible"] = float("a batch of 3 cannot be cut into 2 micro-batches" not in str(error))
+    # Batches that are not divisible by the planned number of micro-batches, one of them too large for one micro-batch.
+    for rows in (3, 9):
+        batch = tokens(batch=rows)
+        errors[f"loss of {rows}"] = _off(module.forward_backward(**batch).loss, model(**batch).loss)
+        model(**batch).loss.backward()
+        errors[f"gradients of {rows}"] = _worst_gradient(module, model)
 
     # Hooks would see gradients of single micro-batches.
     weight = module.get_parameter("transformer.h.1.mlp.c_fc.weight")

@@ -592,14 +592,15 @@ def _modes(folder: Path) -> dict[str, Any]:
             assert relative(output.loss, expected.loss) < 1e-6
     module.train()
     model.train()
-    for inputs in (tokens(8, 16), tokens(4, 9)):
+    for inputs in (tokens(8, 16), tokens(4, 9), tokens(3, 8), tokens(1, 8)):
         module.forward_backward(**inputs)
         model(**inputs).loss.backward()
         found["trained"].append(gradient_error(module, model))
         module.zero_grad()
         model.zero_grad()
-    found["uneven"] = ended(lambda: module.forward_backward(**tokens(3, 8)))
     found["no labels"] = ended(lambda: module.forward_backward(**tokens(labels=False)))
+    filled = in_stages(gpt2().double(), 2, pipeline=autopar.Pipeline(schedule="1f1b"))
+    found["too small"] = ended(lambda: filled.forward_backward(**tokens(1)))
 
     found.update(_replayed(module, model, folder / f"plan{dist.get_rank()}.json"))
     found["dropout"] = _dropout()
@@ -612,8 +613,8 @@ def test_modes_and_sizes(tmp_path: Path) -> None:
     """Evaluation, other batches, dropout, replay and deletion are as without stages."""
     for found in run_ranks(_modes, 2, tmp_path):
         assert max(*found["evaluated"], *found["trained"]) < 1e-9
-        assert found["uneven"][0] == found["no labels"][0] == "InputError"
-        assert "a batch of 3 cannot be cut into" in found["uneven"][1]
+        assert found["no labels"][0] == found["too small"][0] == "InputError"
+        assert "a batch of 1 cannot be cut into micro-batches that the schedule 1f1b runs" in found["too small"][1]
         assert "there is no output called loss" in found["no labels"][1]
         assert found["replayed"]
         assert "runs in stages along pp, and cannot hand gradients" in found["part"]

@@ -11,7 +11,7 @@ from passes.capture import Tracing, capture
 from passes.ir.errors import MicroBatchError
 from passes.ir.layout import P, R, S
 from passes.ir.program import Program
-from passes.micro_batches import Batch, batch_size, micro_batches
+from passes.micro_batches import Batch, batch_size, micro_batches, nearest_count
 from passes.normalize import normalize
 
 
@@ -242,6 +242,21 @@ def test_numbers_must_divide() -> None:
     """The batch is cut into equal parts."""
     with pytest.raises(MicroBatchError, match="a batch of 8 cannot be cut into 3"):
         micro_batches(_traced(nn.functional.cross_entropy), 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "least", "expected"),
+    [(16, 1, 4), (12, 1, 4), (6, 1, 3), (5, 1, 5), (2, 1, 1), (2, 2, 2), (9, 1, 9), (1, 2, None), (18, 1, 9)],
+)
+def test_numbers_for_other_batches(batch: int, least: int, expected: int | None) -> None:
+    """A batch of 8 was planned in four parts of two samples: a part of another batch has no more of them, unless it is
+    cut in four as well; `least` is what the schedule asks for."""
+    assert nearest_count(batch, 4, 2, lambda count: count >= least) == expected
+
+
+def test_a_schedule_may_ask_for_larger_micro_batches() -> None:
+    """Nine samples in parts of two: a schedule that does not run nine parts gets three."""
+    assert nearest_count(9, 4, 2, lambda count: count < 9) == 3
 
 
 def test_micro_batches_add_up() -> None:

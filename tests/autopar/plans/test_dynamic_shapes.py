@@ -189,6 +189,24 @@ def _epochs(mesh: DeviceMesh) -> None:
         assert error(dist_model.get_parameter(name), parameter) <= TOLERANCE, name
 
 
+def _micro_batches(mesh: DeviceMesh) -> None:
+    """Batches that four micro-batches, as planned, do not divide."""
+    model = Stack().double()
+    dist_model = autopar.parallelize(model, mesh, stack_batch(8), cluster="ideal", micro_batches=4)
+    for samples, count in ((6, 3), (7, 7), (2, 1), (1, 1)):
+        batch = stack_batch(samples)
+        dist_model.zero_grad()
+        model.zero_grad()
+        expected = model(**batch)["loss"]
+        expected.backward()
+        with mock.patch.object(sizes.logger, "warning") as told:
+            assert error(dist_model.forward_backward(**batch)["loss"], expected) <= TOLERANCE
+        numbers = [call.args[1:] for call in told.call_args_list if "micro-batches" in call.args[0]]
+        # The first rank plans.
+        assert numbers == ([] if any(mesh.get_coordinate() or ()) else [(samples, count, 4)])
+        assert gradient_error(dist_model, model) <= TOLERANCE, samples
+
+
 def _surrounded(mesh: DeviceMesh) -> None:
     """Contexts around the first call of a size do not apply to later calls."""
     dist_model, model = _parallel_stack(mesh)
@@ -244,7 +262,7 @@ def _no_weights(mesh: DeviceMesh) -> None:
 
 
 def _every(mesh: DeviceMesh) -> None:
-    for case in (_epochs, _surrounded, _own_parts, _input_gradient, _no_weights):
+    for case in (_epochs, _micro_batches, _surrounded, _own_parts, _input_gradient, _no_weights):
         case(mesh)
 
 
