@@ -207,6 +207,28 @@ def _micro_batches(mesh: DeviceMesh) -> None:
         assert gradient_error(dist_model, model) <= TOLERANCE, samples
 
 
+class _Scored(nn.Module):
+    """A `Stack` that has a loss where a target is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """x, target: [batch, width]."""
+        output = self.stack(x, x if target is None else target)
+        return output if target is not None else {"prediction": output["prediction"]}
+
+
+def _no_target(mesh: DeviceMesh) -> None:
+    """Without a loss there is nothing to run backward from, in one micro-batch or many."""
+    dist_model = autopar.parallelize(_Scored().double(), mesh, stack_batch(8), cluster="ideal", micro_batches=4)
+    for samples in (1, 8):
+        with pytest.raises(autopar.AutoparError, match="pass labels|no output called loss"):
+            dist_model.forward_backward(x=stack_batch(samples)["x"])
+        assert set(dist_model(x=stack_batch(samples)["x"])) == {"prediction"}
+
+
 def _surrounded(mesh: DeviceMesh) -> None:
     """Contexts around the first call of a size do not apply to later calls."""
     dist_model, model = _parallel_stack(mesh)
@@ -262,7 +284,7 @@ def _no_weights(mesh: DeviceMesh) -> None:
 
 
 def _every(mesh: DeviceMesh) -> None:
-    for case in (_epochs, _micro_batches, _surrounded, _own_parts, _input_gradient, _no_weights):
+    for case in (_epochs, _micro_batches, _no_target, _surrounded, _own_parts, _input_gradient, _no_weights):
         case(mesh)
 
 
