@@ -252,10 +252,10 @@ class _Planner:
             )
         if count != wanted.count:
             logger.warning(
-                "at these sizes the batch of %d goes through %d micro-batches: the planned %d do not divide it",
-                batch,
+                "at these sizes the number of micro-batches is %d: the planned %d do not divide the batch of %d",
                 count,
                 wanted.count,
+                batch,
             )
         return count
 

@@ -203,7 +203,7 @@ def _micro_batches(mesh: DeviceMesh) -> None:
             assert error(dist_model.forward_backward(**batch)["loss"], expected) <= TOLERANCE
         numbers = [call.args[1:] for call in told.call_args_list if "micro-batches" in call.args[0]]
         # The first rank plans.
-        assert numbers == ([] if any(mesh.get_coordinate() or ()) else [(samples, count, 4)])
+        assert numbers == ([] if any(mesh.get_coordinate() or ()) else [(count, 4, samples)])
         assert gradient_error(dist_model, model) <= TOLERANCE, samples
 
 
