@@ -224,7 +224,7 @@ def _no_target(mesh: DeviceMesh) -> None:
     """Without a loss there is nothing to run backward from, in one micro-batch or many."""
     dist_model = autopar.parallelize(_Scored().double(), mesh, stack_batch(8), cluster="ideal", micro_batches=4)
     for samples in (1, 8):
-        with pytest.raises(autopar.AutoparError, match="pass labels|no output called loss"):
+        with pytest.raises(autopar.AutoparError, match=r"pass labels|no output called loss"):
             dist_model.forward_backward(x=stack_batch(samples)["x"])
         assert set(dist_model(x=stack_batch(samples)["x"])) == {"prediction"}
 
