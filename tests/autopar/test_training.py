@@ -1,5 +1,6 @@
 """Training loops as people write them: exceptions that are caught, gradients that are held back and dropped."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -388,6 +389,41 @@ def test_held_gradients_before_batches_of_other_sizes() -> None:
         assert max(errors.values()) <= 1e-11, errors
         assert pending[1::2] == [0] * 4
         assert pending[0] > 0
+
+
+def _sizes_in_one_pass(stored: Mapping[str, str]) -> tuple[dict[str, float], str]:
+    both = Both((2,), stored=stored)
+    (both.data[1],) = batches(1, rows=7)
+
+    def at_once(model: nn.Module, numbers: tuple[int, ...]) -> None:
+        sum(model(**both.data[number])["loss"] for number in numbers).backward()
+
+    for numbers in ((0, 1), (1, 0), (0, 1, 2)):
+        for held, added in itertools.product((False, True), repeat=2):
+            with both.dist_model.holding_gradients() if held else contextlib.nullcontext():
+                if added:
+                    both.backward(3)
+                both.each(f"at once {numbers}", lambda model, _, numbers=numbers: at_once(model, numbers))
+            both.backward(0)
+            both.step()
+            both.each("zero", ZEROING["optimizer, none"])
+    weight = both.dist_model.get_parameter("blocks.0.up.weight")
+    handle = weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(autopar.UnsupportedError) as refused:
+        at_once(both.dist_model, (0, 1))
+    both.each("zero", ZEROING["optimizer, none"])
+    both.each("at once, of one size", lambda model, _: at_once(model, (0, 2)))
+    handle.remove()
+    return both.errors, str(refused.value)
+
+
+def test_batches_of_several_sizes_in_one_backward_pass() -> None:
+    """Gradients of a program with FSDP units, and of one without, are added up; a hook would be called for each."""
+    for errors, refused in each_way(_sizes_in_one_pass):
+        assert max(errors.values()) <= 1e-11, errors
+        assert (
+            "the parameter 'blocks.0.up.weight' has a hook, and one backward pass computes its gradient for" in refused
+        )
 
 
 def _held_then_frozen(stored: Mapping[str, str]) -> tuple[dict[str, float], int]:

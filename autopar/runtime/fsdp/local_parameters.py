@@ -16,6 +16,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_
 
 import torch
@@ -35,7 +36,7 @@ from autopar._torch import (
     tensor_hooks,
 )
 from autopar.runtime.fsdp import _torch as fsdp
-from autopar.runtime.fsdp.gradients import after_tensor_hooks, refuse_held_back, replaced_since
+from autopar.runtime.fsdp.gradients import after_tensor_hooks, part_of, refuse_held_back, replaced_since
 from autopar.runtime.parameters import places_of
 from passes._torch import version_of
 from passes.ir.errors import InputError, UnsupportedError
@@ -50,9 +51,9 @@ ReduceHeld = Callable[[nn.Parameter], None]
 class _Leaf:
     """A parameter under all its names, and the leaf that is read in its place.
 
-    `table` holds the parameter, under `name`; `readers` the views whose attribute is the
-    leaf. `version` is that of the parameter when the leaf last took it over. `handles` are the hooks of the leaf in the
-    current backward pass.
+    `table` holds the parameter, under `name`; `readers` the views whose attribute is the leaf. `version` is that of the
+    parameter when the leaf last took it over. In a backward pass, `given` is the gradient that it began with, and
+    `handles` are the hooks of the leaf.
     """
 
     path: str
@@ -64,6 +65,7 @@ class _Leaf:
     spec: DTensorSpec
     version: int
     readers: "list[tuple[weakref.ref[View], str]]" = field(default_factory=list)
+    given: Tensor | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def follow(self) -> None:
@@ -101,7 +103,7 @@ class _Leaf:
             reduce_held(parameter)
         gradient = parameter.grad
         refuse_held_back(self.path, gradient, self.spec)
-        tensor.grad = None if gradient is None else local_tensor(gradient)
+        tensor.grad = self.given = None if gradient is None else local_tensor(gradient)
         if self.handles:
             self.remove_hooks()
         if not has_hooks(parameter):
@@ -109,12 +111,17 @@ class _Leaf:
         if tensor_hooks(parameter):
             self.handles.append(tensor.register_hook(self._after_hooks))  # type: ignore[no-untyped-call]
         if post_accumulate_hooks(parameter):
-            self.handles.append(tensor.register_post_accumulate_grad_hook(self._accumulated))  # type: ignore[no-untyped-call]
+            self.handles.append(tensor.register_post_accumulate_grad_hook(partial(self._accumulated, reduce_held)))  # type: ignore[no-untyped-call]
 
-    def end_backward(self) -> None:
-        """Give the gradient to the parameter."""
+    def end_backward(self, reduce_held: ReduceHeld) -> None:
+        """Give the gradient to the parameter.
+
+        The parameter may have another gradient by now: of another program, which reads it in an FSDP unit, in the same
+        backward pass.
+        """
         if self.handles:
             self.remove_hooks()
+        given, self.given = self.given, None
         gradient, self.tensor.grad = self.tensor.grad, None
         earlier = self.parameter.grad
         if gradient is None or (earlier is not None and local_tensor(earlier) is gradient):
@@ -124,7 +131,12 @@ class _Leaf:
                 f"the gradient of the parameter {self.path!r} has a graph: second derivatives with respect to "
                 "parameters are not supported, call backward without create_graph"
             )
-        self.parameter.grad = as_distributed(gradient, self.spec)
+        if earlier is None or (given is not None and gradient is not given):
+            self.parameter.grad = as_distributed(gradient, self.spec)
+        elif given is None:
+            reduce_held(self.parameter)
+            part_of(self.parameter.grad).add_(gradient)
+        # Otherwise autograd added to `given` in place, which the other gradient has taken over.
 
     def remove_hooks(self) -> None:
         """Remove the hooks of a backward pass."""
@@ -132,10 +144,10 @@ class _Leaf:
             handle.remove()
         self.handles.clear()
 
-    def _accumulated(self, _: Tensor) -> None:
+    def _accumulated(self, reduce_held: ReduceHeld, _: Tensor) -> None:
         # The handles stay until the backward pass ends: hooks cannot be removed while they run.
         handles, self.handles = self.handles, []
-        self.end_backward()
+        self.end_backward(reduce_held)
         self.handles = handles
         for hook in post_accumulate_hooks(self.parameter):
             hook(self.parameter)
@@ -163,6 +175,8 @@ class LocalParameters:
             self._paths[path] = found[id(parameter)]
         self._task = fsdp.NO_BACKWARD
         self._begun: dict[_Leaf, None] = {}
+        # What programs of this backward pass read in FSDP units.
+        self._in_units: set[_Leaf] = set()
         # Its gradient is computed in every backward pass but those that are for certain tensors only.
         self.always = torch.empty((), requires_grad=True)
         self._node_of_always = get_gradient_edge(self.always).node
@@ -186,26 +200,35 @@ class LocalParameters:
             vars(part)[name] = leaf.tensor
         return ReadParameters(self, tuple(leaves), tuple(self._paths[path] for path in sorted(in_units)))
 
-    def begin_backward(self, leaves: Sequence[_Leaf]) -> bool:
-        """Begin with the leaves of one program; returns whether gradients of all leaves are computed.
+    def begin_backward(self, leaves: Sequence[_Leaf], in_units: Sequence[_Leaf]) -> bool:
+        """Begin with the leaves of one program, which reads others `in_units`; returns whether gradients of all leaves
+        are computed.
 
-        Called by autograd before it computes any gradient of `leaves`.
+        Called by autograd before it computes any gradient of `leaves`. Raises UnsupportedError for a parameter with
+        hooks that another program in this backward pass reads in the other of these ways.
         """
         task = fsdp.current_backward()
         if task != self._task:
             self._task = task
-            self._begun = {}
+            self._begun, self._in_units = {}, set()
             fsdp.at_end_of_backward(self._end_backward)
+        self._in_units.update(in_units)
         for leaf in leaves:
             if leaf not in self._begun:
                 self._begun[leaf] = None
                 leaf.begin_backward(self.reduce_held)
+        for leaf in self._in_units.intersection(self._begun):
+            if has_hooks(leaf.parameter):
+                raise UnsupportedError(
+                    f"the parameter {leaf.path!r} has a hook, and one backward pass computes its gradient for calls with "
+                    "inputs of different sizes, which would call the hook for each of them: call backward() for each loss"
+                )
         return is_computed_in_backward(self._node_of_always)
 
     def _end_backward(self) -> None:
-        begun, self._begun, self._task = self._begun, {}, fsdp.NO_BACKWARD
+        begun, self._begun, self._in_units, self._task = self._begun, {}, set(), fsdp.NO_BACKWARD
         for leaf in begun:
-            leaf.end_backward()
+            leaf.end_backward(self.reduce_held)
 
 
 @dataclass(frozen=True)
@@ -310,7 +333,7 @@ class ReadParameters:
             leaf.begin_backward(self._all.reduce_held)
         yield
         for leaf in begun:
-            leaf.end_backward()
+            leaf.end_backward(self._all.reduce_held)
 
     def linked(self, results: Sequence[object]) -> tuple[object, ...]:
         """The results of the program, whose backward pass hands gradients over to the parameters."""
@@ -324,7 +347,7 @@ class ReadParameters:
         ]
         if self._edges is None or not self._edges.serve(trained, linked, in_units):
             self._edges = _Edges(trained, linked, in_units)
-        given = self._all, self._edges
+        given = self._all, self._edges, self._in_units
         inputs = (self._all.always, self._edges.hub)
         return tuple(
             _Link.apply(*given, item, *inputs)  # type: ignore[no-untyped-call]
@@ -342,18 +365,19 @@ class _Link(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx,
         parameters: LocalParameters,
         edges: _Edges,
+        in_units: Sequence[_Leaf],
         output: Tensor,
         *_: Tensor | None,
     ) -> Tensor:
-        ctx.link = parameters, edges, output  # type: ignore[attr-defined]
+        ctx.link = parameters, edges, in_units, output  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        parameters, edges, output = ctx.link  # type: ignore[attr-defined]
+        parameters, edges, in_units, output = ctx.link  # type: ignore[attr-defined]
         edges.check_current()
-        if gradient is not None and not parameters.begin_backward(edges.trained):
+        if gradient is not None and not parameters.begin_backward(edges.trained, in_units):
             edges.give(_asked_for(edges, output, gradient))
         for leaf in edges.linked:
             if has_hooks(leaf.parameter):
@@ -361,7 +385,7 @@ class _Link(torch.autograd.Function):
                     f"a hook of the parameter {leaf.path!r} was registered between forward and backward: register it "
                     "before the forward pass"
                 )
-        return (None, None, gradient, None, None)
+        return (None, None, None, gradient, None, None)
 
 
 def _asked_for(edges: _Edges, output: Tensor, gradient: Tensor) -> dict[int, Tensor]:
