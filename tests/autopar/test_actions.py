@@ -1,0 +1,39 @@
+"""Random sequences of steps, evaluation, other batches, freezing, states and hooks: all equal to one device."""
+
+from collections.abc import Sequence
+from math import prod
+
+import pytest
+
+from autopar.testing import run_ranks
+from tests.autopar.actions import MESHES, sequence
+
+# Models that are small and quick to plan, with tied, fused and grouped parameters, windows, sinks and buffers.
+MODELS = ("llama", "tied llama", "qwen3", "mistral", "gpt2", "gemma2", "gpt_oss", "phi3", "t5", "normed")
+# At night also encoders, mixtures, scans, and models of images and sound.
+OTHERS = (
+    *("bert", "vit", "mamba", "mixtral-batched_mm", "qwen3_next-batched_mm", "bart", "opt", "bloom", "whisper"),
+    *("resnet", "mamba2", "lfm2", "falcon", "modernbert", "deepseek_v3-batched_mm", "swin", "albert", "convnext"),
+)
+ACTIONS = 12
+
+
+def _checked(mesh: str, models: Sequence[str], seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        found = run_ranks(sequence, prod(MESHES[mesh].values()), seed, mesh, models, ACTIONS, timeout=600)
+        assert not any(wrong for _, wrong in found), next(item for item in found if item[1])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seed"), [("dp", 1), *(pytest.param(*case, marks=pytest.mark.long) for case in (("2d", 2), ("pp", 3)))]
+)
+def test_random_actions(mesh: str, seed: int) -> None:
+    """Gradients, parameters and buffers after each action."""
+    _checked(mesh, MODELS, [seed])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_more_random_actions(mesh: str) -> None:
+    """On every mesh."""
+    _checked(mesh, (*MODELS, *OTHERS), range(100, 112 if prod(MESHES[mesh].values()) < 8 else 102))
