@@ -6,10 +6,11 @@ that alternate make one longer region.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 from passes.ir.arguments import Argument, Ref, references, rename
+from passes.ir.entries import Segment, entry_segments
 from passes.ir.folded import Carry, Export, Folded, Region
 from passes.ir.grouping import grouped
 from passes.ir.program import Input, Op, Parameter, Program, TensorType, flow, has_gradient
@@ -78,16 +79,6 @@ def _flow_back(ops: Sequence[Op], found: set[str], types: Mapping[str, TensorTyp
             found.update(name for name in op.operands if has_gradient(types[name].dtype))
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """The ops [start, stop) of one entry of a module list; `path` is the entry, `owner` the list (None: none)."""
-
-    start: int
-    stop: int
-    owner: str | None
-    path: str
-
-
 class _Folder:
     def __init__(self, program: Program, label: Callable[[Op], Hashable]) -> None:
         self.program = program
@@ -112,14 +103,14 @@ class _Folder:
     def items(self, start: int, stop: int, depth: int) -> list[Op | Region]:
         """Fold the ops [start, stop), whose module paths agree in their first `depth` parts."""
         found: list[Op | Region] = []
-        for owner, run in groupby(self.segments(start, stop, depth), lambda segment: segment.owner):
+        for owner, run in groupby(entry_segments(self.ops, start, stop, depth), lambda segment: segment.owner):
             if owner is None:
                 found += [op for segment in run for op in self.ops[segment.start : segment.stop]]
             else:
                 found += self.entries(list(run))
         return found
 
-    def entries(self, run: Sequence[_Segment]) -> list[Op | Region]:
+    def entries(self, run: Sequence[Segment]) -> list[Op | Region]:
         """Fold successive entries of one list."""
         signatures = [self.signature(segment) for segment in run]
         repeats = _most_covering(self.counts(run, signatures), 0, len(run))
@@ -129,8 +120,7 @@ class _Folder:
         for start, stop, period in (*repeats, (len(run), len(run), 1)):
             for segment, signature in zip(run[at:start], signatures[at:start], strict=True):
                 ops = self.ops[segment.start : segment.stop]
-                depth = segment.path.count(".") + 1
-                items = ops if signature in inside else self.items(segment.start, segment.stop, depth)
+                items = ops if signature in inside else self.items(segment.start, segment.stop, segment.depth)
                 found += items
                 if len(items) == len(ops):
                     self.share(segment, signature, ops)
@@ -140,27 +130,14 @@ class _Folder:
             at = stop
         return found
 
-    def share(self, segment: _Segment, signature: int, ops: Sequence[Op], owned: Collection[str] = ()) -> None:
+    def share(self, segment: Segment, signature: int, ops: Sequence[Op], owned: Collection[str] = ()) -> None:
         """Let an entry that is written as `ops` decide as the first one of its list that does the same."""
         states = (name for op in ops for name in op.operands if name in self.states or name in owned)
         names = [*(op.key for op in ops), *states]
         pairs = zip(names, self.first.setdefault((segment.owner, signature), names), strict=True)
         self.alike.update((own, self.alike.get(other, other)) for own, other in pairs if own != other)
 
-    def segments(self, start: int, stop: int, depth: int) -> list[_Segment]:
-        """Runs of ops that stand in one entry of a module list, and those that stand in none."""
-        found: list[_Segment] = []
-        for position in range(start, stop):
-            parts = self.ops[position].module.split(".")
-            entry = next((index for index in range(depth, len(parts)) if parts[index].isdigit()), None)
-            owner, path = (None, "") if entry is None else (".".join(parts[:entry]), ".".join(parts[: entry + 1]))
-            if found and (found[-1].owner, found[-1].path) == (owner, path):
-                found[-1] = replace(found[-1], stop=position + 1)
-            else:
-                found.append(_Segment(position, position + 1, owner, path))
-        return found
-
-    def counts(self, run: Sequence[_Segment], signatures: Sequence[int]) -> dict[int, list[int]]:
+    def counts(self, run: Sequence[Segment], signatures: Sequence[int]) -> dict[int, list[int]]:
         """By period and first entry the number of copies that fit together; no longer periods than one that covers all
         entries."""
         found: dict[int, list[int]] = {}
@@ -177,7 +154,7 @@ class _Folder:
                 break
         return found
 
-    def signature(self, segment: _Segment) -> int:
+    def signature(self, segment: Segment) -> int:
         """Equal for segments whose ops do the same to tensors of the same types."""
         slots: dict[str, int] = {}
         rows: list[Hashable] = []
@@ -197,7 +174,7 @@ class _Folder:
             rows.append((op.target, op.module.removeprefix(segment.path), arguments, types, self.label(op)))
         return self.signatures.setdefault(tuple(rows), len(self.signatures))
 
-    def outside(self, unit: Sequence[_Segment]) -> tuple[list[str], list[Hashable]]:
+    def outside(self, unit: Sequence[Segment]) -> tuple[list[str], list[Hashable]]:
         """The names from outside that the ops of a unit use, in order of first use; and what each operand of the unit
         is: one of these by its number, or which result in the unit."""
         start, stop = unit[0].start, unit[-1].stop
@@ -212,7 +189,7 @@ class _Folder:
             self.operands[start, stop] = list(names), pattern
         return self.operands[start, stop]
 
-    def roles(self, unit: Sequence[_Segment], following: Sequence[_Segment]) -> Sequence[Role] | None:
+    def roles(self, unit: Sequence[Segment], following: Sequence[Segment]) -> Sequence[Role] | None:
         """The roles of the names from outside, if two units are copies one of which follows the other."""
         (names, pattern), (others, other_pattern) = self.outside(unit), self.outside(following)
         if pattern != other_pattern:
@@ -222,14 +199,14 @@ class _Folder:
         is_copy = len(roles) == len(names) and self.is_alone(unit, names, roles)
         return roles if is_copy and self.is_alone(following, others, roles) else None
 
-    def is_alone(self, unit: Sequence[_Segment], names: Sequence[str], roles: Sequence[Role]) -> bool:
+    def is_alone(self, unit: Sequence[Segment], names: Sequence[str], roles: Sequence[Role]) -> bool:
         """Whether the parameters that a copy owns are read in it alone: what reads them elsewhere, such as the same
         layer once more, would be planned by itself, and want them stored in its own way."""
         start, stop = unit[0].start, unit[-1].stop
         owned = (name for name, role in zip(names, roles, strict=True) if role == "owned" and name in self.parameters)
         return all(start <= user < stop for name in owned for user in self.users[name])
 
-    def role(self, before: str, here: str, last: Sequence[_Segment], unit: Sequence[_Segment]) -> Role | None:
+    def role(self, before: str, here: str, last: Sequence[Segment], unit: Sequence[Segment]) -> Role | None:
         """The relation of a name from outside to that of the copy before: shared, owned, or carried from a result."""
         position, index = self.producer.get(here, (-1, 0))
         if last[0].start <= position < last[-1].stop:
@@ -240,7 +217,7 @@ class _Folder:
             return "owned"
         return None
 
-    def exports(self, units: Sequence[Sequence[_Segment]]) -> dict[tuple[int, int], tuple[str | None, ...]]:
+    def exports(self, units: Sequence[Sequence[Segment]]) -> dict[tuple[int, int], tuple[str | None, ...]]:
         """Results that are used outside all copies: their names there, for each copy."""
         start, stop = units[0][0].start, units[-1][-1].stop
         found: dict[tuple[int, int], list[str | None]] = {}
@@ -251,7 +228,7 @@ class _Folder:
                         found.setdefault((offset, index), [None] * len(units))[copy] = name
         return {place: tuple(names) for place, names in found.items()}
 
-    def region_name(self, units: Sequence[Sequence[_Segment]]) -> str:
+    def region_name(self, units: Sequence[Sequence[Segment]]) -> str:
         """ "layers.*", or for a further region of the same list its entries: "layers.3-5"."""
         owner = units[0][0].owner
         if owner not in self.named:
@@ -260,7 +237,7 @@ class _Folder:
         first, last = (segment.path.rsplit(".", 1)[-1] for segment in (units[0][0], units[-1][-1]))
         return f"{owner}.{first}-{last}"
 
-    def write(self, units: Sequence[Sequence[_Segment]], signatures: Sequence[int]) -> Region:
+    def write(self, units: Sequence[Sequence[Segment]], signatures: Sequence[int]) -> Region:
         """The region of these copies, whose entries have these signatures: the ops of the first copy under names of the
         region's own."""
         slots = [self.outside(unit)[0] for unit in units]

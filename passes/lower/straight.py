@@ -1,7 +1,8 @@
 """straight: lowers the planning problem and its solution to the statements of one pipeline stage.
 
 Each op reads its operands in the layouts of its strategy; a redistribution is placed before the first use that needs it
-and shared by the later uses in its block. Sizes among the arguments become local.
+and shared by the later uses in its block; that of a parameter by those in a copy of a region alone. Sizes among the
+arguments become local.
 """
 
 from dataclasses import dataclass, field, replace
@@ -156,7 +157,7 @@ class _Lowering:
         if name in self.parameters:
             scope.layouts.setdefault(name, self.parameters[name])
             scope.types.setdefault(name, self.folded.types[name])
-            return self._change(name, self.parameters[name], layout, group, scope, remember=False)
+            return self._change(name, self.parameters[name], layout, group, scope, remember=scope.parent is not None)
         if name not in scope.own:
             assert scope.parent is not None, name
             outer = self._have(name, layout, group, scope.parent)

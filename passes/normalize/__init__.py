@@ -5,7 +5,8 @@ every size is written out, views are `reshape`, casts are `to.dtype`, splits are
 count. Rows of experts stay in the order in which they come. Ops without a sharding rule are decomposed into ops with
 one, where possible. Attention that is written out is one op, and so is a convolution with its padding. An `einsum` of
 two tensors that copies operands is these copies and a product, where each operand has one dim of its own. Nothing is
-computed twice. Unused ops are removed. Every op has its key.
+computed twice. Unused ops are removed. Every op has its key. Calls of the same layer stand next to each other where
+nothing else forbids it.
 """
 
 from collections.abc import Set
@@ -16,6 +17,7 @@ from operator import or_
 from passes.ir.arguments import references
 from passes.ir.program import Input, Parameter, Program, has_gradient, without_unused
 from passes.normalize.attention import with_attention
+from passes.normalize.calls import with_calls_side_by_side
 from passes.normalize.convolution import with_padded_convolutions
 from passes.normalize.decompositions import decomposed
 from passes.normalize.einsum import with_einsum_copies
@@ -82,4 +84,5 @@ _REWRITES = (
     simplified,
     without_unused,
     with_keys,
+    with_calls_side_by_side,
 )

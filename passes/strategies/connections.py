@@ -95,7 +95,9 @@ class _Connections:
             for slot, name in enumerate(placed.op.operands):
                 if name in analysis.parameters:
                     within = placed.region is not None
-                    group = self._group(("use", consumer, slot), name, placed.count, block, within)
+                    # What a copy reads several times stays there meanwhile.
+                    use = ("parameter", name, block) if within else ("use", consumer, slot)
+                    group = self._group(use, name, placed.count, block, within)
                 elif name in inside:
                     group = self._group(("inside", name), name, placed.count, block, True)
                 else:
