@@ -37,8 +37,10 @@ class SharedParameters:
     @contextlib.contextmanager
     def summed(self) -> Iterator[None]:
         """A context of a training step: what it adds to the gradients of shared parameters is summed over their
-        ranks at its end."""
-        parameters = [self._root.get_parameter(item.name) for item in self._shared]
+        ranks at its end. Parameters that are frozen keep what they have."""
+        named = [(item, self._root.get_parameter(item.name)) for item in self._shared]
+        shared = [(item, parameter) for item, parameter in named if parameter.requires_grad]
+        parameters = [parameter for _, parameter in shared]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -48,9 +50,8 @@ class SharedParameters:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
             raise
-        for item, parameter, earlier in zip(self._shared, parameters, before, strict=True):
-            if parameter.requires_grad:
-                self._add_up(item, parameter, earlier)
+        for (item, parameter), earlier in zip(shared, before, strict=True):
+            self._add_up(item, parameter, earlier)
 
     def drop_gradients(self) -> None:
         """Leave no parameter of the module a gradient, as after a step that has ended with an exception."""
