@@ -220,8 +220,9 @@ class LocalParameters:
         for leaf in self._in_units.intersection(self._begun):
             if has_hooks(leaf.parameter):
                 raise UnsupportedError(
-                    f"the parameter {leaf.path!r} has a hook, and one backward pass computes its gradient for calls with "
-                    "inputs of different sizes, which would call the hook for each of them: call backward() for each loss"
+                    f"the parameter {leaf.path!r} has a hook, and one backward pass computes its gradient for calls "
+                    "with inputs of different sizes, which would call the hook for each of them: call backward() for "
+                    "each loss"
                 )
         return is_computed_in_backward(self._node_of_always)
 
