@@ -150,7 +150,7 @@ class Side:
         """The output of the model; with a loss of its own a pair of the loss and the output."""
         if isinstance(self.model, DistributedModule) or self.loss is None:
             return self.model(**batch)
-        output = self.model(**{name: item for name, item in batch.items() if name != "labels"})
+        output = self.model(**batch)
         return self.loss(output, batch["labels"]) if "labels" in batch else None, output
 
     def scored(self, batch: Batch) -> Tensor:
