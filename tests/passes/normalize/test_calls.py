@@ -73,6 +73,22 @@ class Rounds(nn.Module):
         return x.sum()
 
 
+class Steps(nn.Module):
+    """Layers that run over time, each with a state of its own."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.Linear(12, 6) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [time, batch, 6]; a scalar."""
+        states = [torch.zeros_like(x[0]) for _ in self.cells]
+        for step in x.unbind():
+            for number, cell in enumerate(self.cells):
+                step = states[number] = cell(torch.cat((step, states[number]), -1))
+        return step.sum()
+
+
 def _calls(program: Program) -> list[str]:
     """The entries of module lists in the order of the ops, those next to each other once."""
     entries = (found.group() for op in program.ops if (found := re.match(r".*\d+(?=\.|$)", op.module)))
@@ -113,6 +129,12 @@ def test_rounds_stay_in_order(model: Rounds) -> None:
     depth = len(model.layers)
     assert _calls(program) == [f"layers.{number}" for number in range(depth)] * (2 if depth > 1 else 1)
     assert with_calls_side_by_side(program) == program
+
+
+def test_states_stay_in_order() -> None:
+    """Layers that run over time do so step by step."""
+    program = normalized(Steps(2), x=torch.ones(3, 2, 6))
+    assert _calls(program) == ["cells.0", "cells.1"] * 3
 
 
 def test_values_and_statistics_are_the_same() -> None:
