@@ -89,7 +89,7 @@ class _Order:
         return found
 
     def _is_free(self, first: Segment, source: Segment | None, call: Segment | None, place: int, slot: int) -> bool:
-        """Whether the operand in `slot` of the op at `place` in a `call`, which the call `source` computes, is the call's
+        """Whether the operand in `slot` of the op at `place` in a `call`, computed by the call `source`, is the call's
         own, or takes the place of a buffer that the same op reads in the `first` call."""
         if source is None or call is None:
             return False
