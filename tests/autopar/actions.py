@@ -34,14 +34,16 @@ Optimizers = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, and a batch of so many samples, for a length and a seed; `lengths` are those it may have."""
+    """A model, and a batch of so many samples, for a length and a seed; `lengths` are those it may have. One that makes
+    the inputs of its decoder from labels `needs_labels` in evaluation, too."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int, int, int], Batch]
     lengths: Sequence[int] = (16,)
+    needs_labels: bool = False
 
 
-def _texts(make: Callable[[], nn.Module]) -> Recipe:
+def _texts(make: Callable[[], nn.Module], needs_labels: bool = False) -> Recipe:
     def batch(rows: int, length: int, seed: int) -> Batch:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, 64, (rows, length), generator=generator)
@@ -49,7 +51,7 @@ def _texts(make: Callable[[], nn.Module]) -> Recipe:
         ignored[0, -1] = False
         return {"input_ids": ids, "labels": ids.masked_fill(ignored, -100)}
 
-    return Recipe(make, batch, (16, 16, 16, 12, 9))
+    return Recipe(make, batch, (16, 16, 16, 12, 9), needs_labels)
 
 
 def _small(name: str) -> Recipe:
@@ -62,7 +64,7 @@ def _small(name: str) -> Recipe:
             for name, item in architecture.inputs(rows).items()
         }
 
-    return Recipe(architecture.make, batch)
+    return Recipe(architecture.make, batch, needs_labels=name in ("t5", "whisper"))
 
 
 class Normed(nn.Module):
@@ -98,7 +100,7 @@ RECIPES: Mapping[str, Recipe] = {
     "gemma2": _texts(gemma2),
     "gpt_oss": _texts(gpt_oss),
     "phi3": _texts(phi3),
-    "t5": _texts(t5),
+    "t5": _texts(t5, needs_labels=True),
     "normed": Recipe(Normed, _pictures),
 }
 
@@ -307,8 +309,8 @@ def accumulate(pair: Pair) -> None:
 def evaluate(pair: Pair) -> None:
     """Evaluation, with labels or without."""
     batch = pair.batch()
-    if pair.choose.random() < 0.4 and "labels" in batch and "decoder_input_ids" not in batch:
-        batch = batch if pair.recipe is RECIPES["t5"] else {n: item for n, item in batch.items() if n != "labels"}
+    if pair.choose.random() < 0.4 and not pair.recipe.needs_labels:
+        batch = {name: item for name, item in batch.items() if name != "labels"}
     mode = pair.choose.choice((torch.no_grad, torch.inference_mode))
     trains = pair.choose.random() < 0.2
     outputs = []
@@ -319,8 +321,7 @@ def evaluate(pair: Pair) -> None:
             outputs.append(output[1] if isinstance(output, tuple) else output)
         side.model.train()
     for name in ("loss", "logits", "scores"):
-        ours, theirs = (getattr(output, name, None) if not isinstance(output, dict) else output.get(name)
-                        for output in outputs)  # fmt: skip
+        ours, theirs = (output.get(name) for output in outputs)
         if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
             pair.compare("output", {name: whole(ours)}, {name: theirs.detach()})
         elif ours is not None or (theirs is not None and not pair.staged):
@@ -536,7 +537,7 @@ def fail(pair: Pair) -> None:
 def embeddings(pair: Pair) -> None:
     """Embeddings are given, and their gradients asked for."""
     batch = pair.batch()
-    if pair.staged or "input_ids" not in batch or pair.recipe in (RECIPES["t5"], RECIPES["bart"]):
+    if pair.staged or "input_ids" not in batch or pair.recipe.needs_labels or pair.recipe is RECIPES["bart"]:
         return
     rows, length = batch.pop("input_ids").shape
     width = getattr(pair.stock.model, "config").hidden_size  # noqa: B009
