@@ -229,12 +229,7 @@ class _Planner:
         for sentence in _whole(planned.decided[name], found):
             logger.warning("at these sizes %s", sentence)
         if wanted.count > 1 and found.source.micro_batches is None:
-            batching = undivided(found.source)
-            if batching is None:
-                raise InputError(
-                    "the output has no loss to run backward from: pass labels, or call the module for its output alone"
-                )
-            return replace(found.source, micro_batches=batching)
+            return replace(found.source, micro_batches=undivided(found.source))
         return found.source
 
     def _count(self, program: Program, wanted: Wanted, pipeline: Staging) -> int:

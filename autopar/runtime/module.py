@@ -71,6 +71,9 @@ _OWN = (
 )
 
 
+_NO_LOSS = "the output has no loss to run backward from: pass labels, or plan with objective='train'"
+
+
 class DistributedModule(Initializable, CalledPart):
     """A model that runs on a mesh as planned.
 
@@ -339,14 +342,15 @@ class DistributedModule(Initializable, CalledPart):
         output = self(*args, **kwargs)
         loss = loss_of(output)
         if loss is None or not loss.requires_grad:
-            raise InputError("the output has no loss to run backward from: pass labels, or plan with objective='train'")
+            raise InputError(_NO_LOSS)
         loss.backward()  # type: ignore[no-untyped-call]
         return output
 
     def _in_micro_batches(self, serving: RunnableProgram, inputs: Sequence[Tensor]) -> object:
         """Forward and backward of a batch in the micro-batches of the program that serves it."""
         batching = serving.program.micro_batches
-        assert batching is not None
+        if batching is None:
+            raise InputError(_NO_LOSS)
         self._change(serving)
         if self._pipeline is not None:
             keeping = self._managers.keeping_parameters() if batching.gather_once else nullcontext()

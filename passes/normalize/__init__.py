@@ -6,7 +6,7 @@ count. Rows of experts stay in the order in which they come. Ops without a shard
 one, where possible. Attention that is written out is one op, and so is a convolution with its padding. An `einsum` of
 two tensors that copies operands is these copies and a product, where each operand has one dim of its own. Nothing is
 computed twice. Unused ops are removed. Every op has its key. Calls of the same layer stand next to each other where
-nothing else forbids it.
+what they read allows it.
 """
 
 from collections.abc import Set

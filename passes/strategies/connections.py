@@ -95,7 +95,7 @@ class _Connections:
             for slot, name in enumerate(placed.op.operands):
                 if name in analysis.parameters:
                     within = placed.region is not None
-                    # What a copy reads several times stays there meanwhile.
+                    # A parameter that a copy reads several times stays gathered in between.
                     use = ("parameter", name, block) if within else ("use", consumer, slot)
                     group = self._group(use, name, placed.count, block, within)
                 elif name in inside:

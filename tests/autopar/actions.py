@@ -22,6 +22,7 @@ import autopar
 from autopar.runtime import DistributedModule
 from autopar.testing import LiftFloat32
 from tests.architectures import ARCHITECTURES
+from tests.autopar.test_training import whole
 from tests.models import gemma2, gpt2, gpt_oss, llama, mistral, phi3, qwen3, t5
 
 # Errors are relative to the largest value of all tensors of a kind.
@@ -129,11 +130,6 @@ OPTIMIZERS: Sequence[Optimizers] = (
 )
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor on one device."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def loss_of(output: Any) -> Tensor:
     """The loss in an output of either model."""
     loss: Tensor = output[0] if isinstance(output, tuple) else output["loss"]
@@ -205,6 +201,14 @@ class Pair:
         return "pp" in self.axes
 
     @property
+    def holds(self) -> bool:
+        """Whether gradients of ours are held back."""
+        gradients = (item.grad for item in self.ours.model.parameters())
+        return any(
+            isinstance(item, DTensor) and any(part.is_partial() for part in item.placements) for item in gradients
+        )
+
+    @property
     def cut(self) -> bool:
         """Whether a batch goes through micro-batches."""
         return self.staged or self.options["micro_batches"] > 1
@@ -231,6 +235,7 @@ class Pair:
             elif item.numel() and not float((item - other).abs().max()) <= TOLERANCE * largest:
                 self.found.append(f"{what} {name}: {float((item - other).abs().max()) / largest:.1e}")
 
+    @torch.no_grad()
     def check(self) -> None:
         """Compare gradients, parameters, what trains, and buffers."""
         ours, theirs = (dict(side.model.named_parameters()) for side in self.sides)
@@ -392,11 +397,9 @@ def edit_gradients(pair: Pair) -> None:
     way = pair.choose.choice(("scale", "clip", "drop", "zeros", "negate"))
     trained = [name for name, item in pair.stock.model.named_parameters() if item.grad is not None]
     names = pair.choose.sample(trained, len(trained) // 2)
-    if way == "clip":
-        # Of gradients that are held back each rank would clip its own terms.
-        grads = [item.grad for item in pair.ours.model.parameters()]
-        if any(isinstance(item, DTensor) and any(part.is_partial() for part in item.placements) for item in grads):
-            return
+    # Of gradients that are held back each rank would clip its own terms.
+    if way == "clip" and pair.holds:
+        return
     for side in pair.sides:
         for item in side.named(names):
             assert item.grad is not None
@@ -460,12 +463,7 @@ def state_dicts(pair: Pair) -> None:
             saved_state = side.optimizer.state_dict()
             side.optimizer = pair.make_optimizer(side.model.parameters())
             side.optimizer.load_state_dict(saved_state)
-    else:
-        gradients = [[item.grad for item in side.model.parameters()] for side in pair.sides]
-        if any(
-            isinstance(item, DTensor) and any(part.is_partial() for part in item.placements) for item in gradients[0]
-        ):
-            return
+    elif not pair.holds:
         for side in pair.sides:
             state = checkpoints.get_model_state_dict(side.model)
             checkpoints.set_model_state_dict(side.model, state)
@@ -540,9 +538,9 @@ def embeddings(pair: Pair) -> None:
     if pair.staged or "input_ids" not in batch or pair.recipe.needs_labels or pair.recipe is RECIPES["bart"]:
         return
     rows, length = batch.pop("input_ids").shape
-    width = getattr(pair.stock.model, "config").hidden_size  # noqa: B009
+    config: Any = pair.stock.model.config
     generator = torch.Generator().manual_seed(pair.choose.randrange(1 << 20))
-    values = torch.randn(rows, length, width, generator=generator, dtype=torch.float64)
+    values = torch.randn(rows, length, config.hidden_size, generator=generator, dtype=torch.float64)
     found: list[Tensor | None] = []
     for side in pair.sides:
         given = values.clone().requires_grad_()
@@ -587,7 +585,7 @@ def drawn_options(choose: random.Random, axes: Mapping[str, int], recipe: Recipe
     method = choose.choice((None, "ring", "queries"))
     if "cp" in axes and method is not None:
         found["constraints"] = {"@scaled_dot_product_attention": {"method": {"cp": method}}}
-    if choose.random() < 0.2 and len(recipe.lengths) > 1 and recipe is not RECIPES["t5"]:
+    if choose.random() < 0.2 and len(recipe.lengths) > 1 and not recipe.needs_labels:
         found["loss"] = cross_entropy
     if "pp" in axes:
         found["micro_batches"] = choose.choice((2, 4, 4))
@@ -600,7 +598,7 @@ def drawn_options(choose: random.Random, axes: Mapping[str, int], recipe: Recipe
 def sequence(seed: int, mesh: str, models: Sequence[str], count: int) -> tuple[str, list[str]]:
     """Runs `count` actions on a model on a mesh: their description, and what differed, up to the first difference.
 
-    What cannot be planned with these options ends at once, without a difference.
+    What cannot be planned with these options ends at once, with no action and no difference.
     """
     choose = random.Random(seed)
     axes, name = MESHES[mesh], choose.choice(models)

@@ -217,8 +217,9 @@ class LocalParameters:
             if leaf not in self._begun:
                 self._begun[leaf] = None
                 leaf.begin_backward(self.reduce_held)
-        for leaf in self._in_units.intersection(self._begun):
-            if has_hooks(leaf.parameter):
+        # In the order of the model, so that all ranks name the same one.
+        for leaf in self._begun if self._in_units else ():
+            if leaf in self._in_units and has_hooks(leaf.parameter):
                 raise UnsupportedError(
                     f"the parameter {leaf.path!r} has a hook, and one backward pass computes its gradient for calls "
                     "with inputs of different sizes, which would call the hook for each of them: call backward() for "
